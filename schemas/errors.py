@@ -1,0 +1,116 @@
+"""The one tree of errors: what a caller can catch, and what each says.
+
+Every error is one sentence that names the record or the file, and a way out. The command line prints it and exits;
+it never prints a traceback for one of these.
+"""
+
+from __future__ import annotations
+
+
+class HeadraceError(Exception):
+    """Root of every error that Headrace raises on purpose."""
+
+
+class SettingsError(HeadraceError):
+    """A configuration file or a setting is wrong; the message names file and key."""
+
+
+class RunNotFound(HeadraceError):
+    """No run of that id on this cluster."""
+
+
+class RunConflict(HeadraceError):
+    """The run exists with other settings; the message prints the difference."""
+
+
+class RecordError(HeadraceError):
+    """A record can't be used. `where` is its address, once a reader knows it."""
+
+    def __init__(self, message: str, topic: str | None = None, partition: int | None = None, offset: int | None = None):
+        self.topic, self.partition, self.offset = topic, partition, offset
+        where = f"{topic}[{partition}]@{offset}: " if topic is not None else ""
+        super().__init__(where + message)
+
+
+class UndecodableRecord(RecordError):
+    """Not a single-object Avro record of a known schema, or one that ends too early or too late."""
+
+
+class InvalidRecord(RecordError):
+    """Decoded, but breaks a rule of its kind (columns of unequal length, a model token without logprob, ...)."""
+
+
+class LogError(HeadraceError):
+    """Kafka refused or failed in a way that retries don't mend."""
+
+
+class BrokerUnreachable(LogError):
+    """No broker answers at the address."""
+
+
+class Fenced(LogError):
+    """Another process took this role over; come back only with a fresh client."""
+
+
+class DataLossError(LogError):
+    """A position lies below what the topic still retains."""
+
+
+class Backpressure(HeadraceError):
+    """The outbox is full (or too many candidates wait): try again later, nothing was lost."""
+
+
+class ProducerClosed(HeadraceError):
+    """The producer has been closed or has failed; it takes no more events."""
+
+
+class NoProgress(HeadraceError):
+    """The run stands still; the message says which part and why."""
+
+
+class TasksExhausted(HeadraceError):
+    """The task source is empty or broken; the message names the task."""
+
+
+class TooUniform(NoProgress):
+    """Too many groups closed without a batch: the tasks are too hard or too easy for this policy."""
+
+
+class WeightsRefused(HeadraceError):
+    """A delta or snapshot was refused before anything was written; the served version stays."""
+
+
+class WrongBase(WeightsRefused):
+    """The delta's base is not the version (or not the bits) that is served here."""
+
+
+class DamagedWeights(WeightsRefused):
+    """A chunk is missing, repeated, or its checksum doesn't match."""
+
+
+class NonFiniteLogprob(HeadraceError):
+    """A NaN or infinite log-probability on a trainable token."""
+
+
+class NonFiniteGradient(HeadraceError):
+    """The gradient of a batch overflowed or is undefined; no weight was changed."""
+
+
+class CheckpointError(HeadraceError):
+    """A checkpoint is damaged or doesn't belong to the run."""
+
+
+class ReplayMismatch(HeadraceError):
+    """Re-training gave other bits than the log says."""
+
+
+class ModelError(HeadraceError):
+    """A model path is missing or isn't a causal language model."""
+
+
+class EngineError(HeadraceError):
+    """The engine refused a request that it can never run."""
+
+
+class EnvironmentFailed(HeadraceError):
+    """The environment's host died, hung or raised: infrastructure, never the model's fault."""

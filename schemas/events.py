@@ -1,0 +1,648 @@
+"""The facts on the log: one frozen class per record, and one Avro schema file of the same name beside it.
+
+A class is the reader's view; `avro/<Name>.avsc` is the wire (a test holds them together). Fields that identify and route
+come first and token columns last, so that a reader can stop early. Times are milliseconds since the epoch unless the
+name says otherwise; token columns are bytes as `columns` packs them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from .columns import Float32, Int32, unpack_float32, unpack_int32
+from .errors import InvalidRecord
+from .outcomes import Source
+
+# ---------------------------------------------------------------------------------------------- parts of records
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A prompt or environment instance with its verifier.
+
+    `data` is JSON that the environment named by `source` turns into a prompt and a verdict; with `seed` it is all that
+    is needed to make the task again.
+    """
+
+    id: str
+    source: str
+    data: str
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One slot of a group, to be run as attempt number `attempt` (from 0)."""
+
+    slot: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """The rules by which a group closes; fixed when it opens. Durations in seconds of the fold's clock."""
+
+    group_size: int
+    reserves: int
+    max_attempts: int
+    min_survivors: int
+    deadline_s: float
+    max_age_s: float
+    on_deadline: str  # survivors | cancel | wait
+    zero_variance: str  # refill | keep
+    max_tokens: int  # budget of model tokens per episode, on the episode's own clock
+
+    @property
+    def slots(self) -> int:
+        return self.group_size + self.reserves
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRun:
+    """`count` consecutive model tokens sampled by policy `version`."""
+
+    version: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFate:
+    """What became of one slot of a closed group (its last attempt)."""
+
+    slot: int
+    attempt: int
+    incarnation: str
+    outcome: str
+    reason: str
+    boundary: str
+    reward: float | None
+    counted: bool  # in the group's baseline
+    model_tokens: int
+    context_tokens: int
+    versions: tuple[VersionRun, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRef:
+    """A record of `samples` in the partition of the same number, with the digest of its value."""
+
+    offset: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRef:
+    """A closure record in `groups`, and the content that it vouches for."""
+
+    group: str
+    partition: int
+    offset: int
+    content_hash: bytes
+    model_tokens: int
+    max_lag: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionPosition:
+    partition: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCount:
+    """Tokens of one group in a trained batch, by account."""
+
+    group: str
+    trained: int
+    masked: int
+
+
+# ------------------------------------------------------------------------------------- tasks (and trajectories)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One worker incarnation runs these slots of a group.
+
+    Written to `tasks` and, in the same transaction, to the group's partition of `trajectories`, where the first one is
+    the group's opening record (`opens`). An unmanaged producer writes only the latter, by itself.
+    """
+
+    group: str
+    number: int  # running number of the author's leases, from 0
+    opens: bool
+    unmanaged: bool
+    worker: str
+    incarnation: str
+    purpose: str
+    min_version: int
+    assignments: tuple[Assignment, ...]
+    spec: GroupSpec
+    task: Task
+    cursor: int  # where the task source stands after this task
+    request: str | None  # the request on `fleet` that this answers
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """The coordinator takes slots of a lease back: nothing the incarnation writes for them counts any more."""
+
+    group: str
+    number: int
+    incarnation: str
+    slots: tuple[int, ...]
+    reason: str
+
+
+# -------------------------------------------------------------------------------------------------- trajectories
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeStarted:
+    """Sequence 0 of an attempt: everything needed to sample it again."""
+
+    group: str
+    slot: int
+    attempt: int
+    incarnation: str
+    sequence: int
+    worker: str
+    engine: str  # JSON: the engine's fingerprint
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    seed: int
+    started_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of consecutive tokens from one source.
+
+    `tokens` int32[count]; `logprobs` float32[count], nats, processed (temperature applied), for model spans and null
+    otherwise; `versions` cover exactly the model tokens. `parent` is the sequence of the span that this one continues
+    (-1: the one before), so that branches form a tree.
+    """
+
+    group: str
+    slot: int
+    attempt: int
+    incarnation: str
+    sequence: int
+    source: str
+    turn: int
+    parent: int
+    count: int
+    versions: tuple[VersionRun, ...]
+    stop_reason: str | None
+    engine: str | None
+    detail: str | None  # JSON: tool calls with results, references to routed experts or media
+    timings_ms: dict[str, float]  # queue, prefill, decode, environment, scorer
+    tokens: bytes
+    logprobs: bytes | None
+    mask: bytes | None  # uint8[count]; null: every model token may train
+    entropies: bytes | None  # float32[count], nats
+
+    def token_ids(self) -> Int32:
+        """int32[count]."""
+        return unpack_int32(self.tokens)
+
+    def behaviour_logprobs(self) -> Float32 | None:
+        """float32[count], or None for a span that no model sampled."""
+        return None if self.logprobs is None else unpack_float32(self.logprobs)
+
+    def version_column(self) -> Int32:
+        """int32[count]; -1 where no model sampled the token."""
+        if self.source != Source.MODEL:
+            return np.full(self.count, -1, np.int32)
+        return np.repeat(
+            np.array([run.version for run in self.versions], np.int32), [run.count for run in self.versions]
+        ).astype(np.int32)
+
+    def check(self) -> None:
+        """Raises InvalidRecord where the columns contradict each other or a model token has no logprob."""
+        if len(self.tokens) != 4 * self.count:
+            raise InvalidRecord(f"a span of {self.count} tokens has {len(self.tokens)} bytes of ids")
+        if self.source not in set(Source):
+            raise InvalidRecord(f"unknown span source {self.source!r}")
+        for name, column, width in (("mask", self.mask, 1), ("entropies", self.entropies, 4)):
+            if column is not None and len(column) != width * self.count:
+                raise InvalidRecord(f"the column {name} has {len(column)} bytes for {self.count} tokens")
+        if self.source != Source.MODEL:
+            if self.versions or self.logprobs is not None:
+                raise InvalidRecord(f"a {self.source} span carries logprobs or policy versions")
+            return
+        if self.logprobs is None or len(self.logprobs) != 4 * self.count:
+            raise InvalidRecord("model tokens without a behaviour logprob each are refused")
+        values = unpack_float32(self.logprobs)
+        if not np.all(np.isfinite(values)):
+            raise InvalidRecord("a behaviour logprob is not finite")
+        if self.count and float(values.max()) > 1e-3:
+            raise InvalidRecord(f"a behaviour logprob is positive ({float(values.max()):.4f})")
+        if sum(run.count for run in self.versions) != self.count or any(run.count < 1 for run in self.versions):
+            raise InvalidRecord("the policy versions do not cover the model tokens exactly")
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeEnded:
+    """The last event of an attempt. A reward of null means that the scorer has no verdict: never 0."""
+
+    group: str
+    slot: int
+    attempt: int
+    incarnation: str
+    sequence: int
+    outcome: str
+    reason: str
+    boundary: str
+    reward: float | None
+    rewards: dict[str, float | None]  # named components
+    turn_rewards: tuple[float | None, ...]
+    text: str | None  # what the verifier judged
+    ended_ms: int
+    timings_ms: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Exhausted:
+    """The coordinator ends a slot whose last allowed attempt was lost with its worker."""
+
+    group: str
+    slot: int
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passes: written into a partition that has open groups and saw nothing for a second."""
+
+    writer: str
+    number: int
+
+
+# ------------------------------------------------------------------------------------------------------- samples
+
+
+@dataclass(frozen=True, slots=True)
+class SampleChunk:
+    """Part `index` of `of` of a candidate's payload (see `payload`)."""
+
+    group: str
+    index: int
+    of: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadSpan:
+    source: str
+    turn: int
+    parent: int
+    count: int
+    versions: tuple[VersionRun, ...]
+    tokens: bytes
+    logprobs: bytes | None
+    mask: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadEpisode:
+    """A counted episode of a candidate. `offsets` are its events' places in `trajectories`."""
+
+    slot: int
+    attempt: int
+    incarnation: str
+    outcome: str
+    reward: float | None
+    temperature: float
+    spans: tuple[PayloadSpan, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPayload:
+    """Everything a trainer needs of one group."""
+
+    group: str
+    task: Task
+    episodes: tuple[PayloadEpisode, ...]
+
+
+# -------------------------------------------------------------------------------------------------------- groups
+
+
+@dataclass(frozen=True, slots=True)
+class Chained:
+    """Running number from 0, and the digest of the record before (`hashes.GENESIS` for the first)."""
+
+    number: int
+    previous: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptEnded(Chained):
+    """An attempt is over; with `ends_slot` the slot is too. `cause` is the offset in `trajectories` that decided it."""
+
+    cause: int
+    group: str
+    slot: int
+    attempt: int
+    incarnation: str
+    outcome: str
+    reason: str
+    boundary: str
+    reward: float | None
+    model_tokens: int
+    ends_slot: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GroupClosed(Chained):
+    """A group's closure. `accounts` hold its model tokens so far: `candidate` (decided later), `excluded`, `surplus`,
+    `superseded`, `foreign`; tokens that come afterwards are in `Addendum` records."""
+
+    cause: int
+    group: str
+    closure: str
+    purpose: str
+    task: str
+    opened: int  # offset of the opening record
+    open_ms: int  # from opening to closure, on the fold's clock
+    flagged: str | None  # e.g. zero variance that was kept
+    slots: tuple[SlotFate, ...]
+    accounts: dict[str, int]
+    context_tokens: int
+    content_hash: bytes | None
+    samples: tuple[SampleRef, ...]
+    held_up_by: int  # the slot that ended last
+
+
+@dataclass(frozen=True, slots=True)
+class Addendum(Chained):
+    """An event that changed no group: `kind` is `late`, `foreign`, `duplicate` or `conflict`."""
+
+    cause: int
+    kind: str
+    group: str
+    slot: int
+    attempt: int
+    model_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Position(Chained):
+    """Closes a commit of the assembler: all input below `offset` is accounted for.
+
+    A restart reads from `low_mark` (the oldest open group's opening record, else `offset`) with the clock as it stood
+    there. `gaps` and `crcs` name each input record since the Position before: int64 differences of offsets (the first
+    from `start`), and the CRC-32 of each value as int64. So a missing or altered event has a name.
+    """
+
+    offset: int
+    low_mark: int
+    clock_ms: int  # the fold's clock just before the record at `low_mark`
+    last_ms: int  # and the timestamp that it last saw; -1: none yet
+    start: int
+    gaps: bytes
+    crcs: bytes
+
+
+# ------------------------------------------------------------------------------------------------------- batches
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest(Chained):
+    """Batch `batch` trains version `target` into `target + 1`, under the settings at `settings_offset` of `policy`.
+
+    The segment columns have one row per (group, slot, run of equal version): int32 index into `groups`, int32 slot,
+    int32 version, int32 count, float32 drift (nats squared, nan: unknown), float32 weight.
+    """
+
+    batch: int
+    target: int
+    settings_offset: int
+    decided_ms: int
+    groups: tuple[GroupRef, ...]
+    positions: tuple[PartitionPosition, ...]
+    closures_since: int  # groups closed since the manifest before, with or without a batch
+    segment_group: bytes
+    segment_slot: bytes
+    segment_version: bytes
+    segment_count: bytes
+    segment_drift: bytes
+    segment_weight: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Disposed(Chained):
+    """The final fate of a candidate that no manifest took."""
+
+    group: str
+    partition: int
+    offset: int
+    disposition: str
+    reason: str
+    target: int
+
+
+# -------------------------------------------------------------------------------------------------------- policy
+
+
+@dataclass(frozen=True, slots=True)
+class Authored(Chained):
+    """In `policy` each writer has a chain of its own."""
+
+    writer: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunCreated(Authored):
+    """The first record of `policy`: the run settings, as JSON."""
+
+    run: str
+    settings: str
+    software: str
+    created_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsChanged(Authored):
+    changes: str  # JSON object of dotted keys
+    changed_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Version(Authored):
+    """A committed version. Version 0 has neither batch nor parent (-1)."""
+
+    version: int
+    parent: int
+    batch: int
+    batch_offset: int  # the manifest in `batches`
+    hash_algorithm: str
+    served_hash: bytes
+    train_hash: bytes
+    rho: float  # RMS change of log-probability from the served weights of the version before, nats
+    rho_tokens: int
+    groups: tuple[GroupCount, ...]
+    metrics: dict[str, float]
+    fingerprint: str  # JSON
+    committed_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Publication(Authored):
+    """The version exists for receivers. `kind`: `path` (a model folder), `snapshot` or `delta` (chunks in `weights`)."""
+
+    version: int
+    kind: str
+    base: int  # version that a delta applies to, else -1
+    base_hash: bytes
+    hash_algorithm: str
+    served_hash: bytes
+    path: str | None
+    chunks: tuple[int, ...]  # offsets in `weights`, in order
+    size: int  # bytes of all chunks
+    changed: int  # elements
+    elements: int
+    published_ms: int
+
+
+# ------------------------------------------------------------------------------------------------------- weights
+
+
+@dataclass(frozen=True, slots=True)
+class WeightChunk:
+    """Frames of whole or part tensors; `data` as `delta` packs it, `checksum` its digest."""
+
+    version: int
+    kind: str
+    index: int
+    of: int
+    checksum: bytes
+    data: bytes
+
+
+# --------------------------------------------------------------------------------------------------------- fleet
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A live incarnation: what it serves and how many slots are free. `managed` ones are given leases unasked."""
+
+    worker: str
+    incarnation: str
+    version: int
+    capacity: int
+    free: int
+    managed: bool
+    engine: str  # JSON: fingerprint
+    counters: dict[str, float]  # running totals: sampled_tokens, busy_s, idle_no_requests_s, ...
+
+
+@dataclass(frozen=True, slots=True)
+class HandBack:
+    """An incarnation returns slots of a lease that it will not run (or will not finish)."""
+
+    worker: str
+    incarnation: str
+    group: str
+    number: int
+    slots: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRequest:
+    """A producer asks for a group; answered once, in `tasks`."""
+
+    request: str
+    worker: str
+    incarnation: str
+    task: str | None  # null: any
+    size: int | None
+    purpose: str
+    version: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PublicationClock:
+    """How one version travelled to one replica: milliseconds since the epoch, null where it didn't happen."""
+
+    worker: str
+    incarnation: str
+    version: int
+    published_ms: float | None
+    fetched_ms: float | None
+    decoded_ms: float | None
+    paused_ms: float | None
+    applied_ms: float | None
+    resumed_ms: float | None
+    first_token_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetTick:
+    writer: str
+    number: int
+
+
+# ----------------------------------------------------------------------------------------------- evals, deadletter
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """An evaluation of one version as it is served."""
+
+    suite: str
+    version: int
+    served_hash: bytes
+    items: int
+    scored: int
+    mean: float
+    standard_error: float
+    sampling: str  # JSON
+    engine: str  # JSON: fingerprint
+    evaluated_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A record that could not be used, with where it came from and why."""
+
+    topic: str
+    partition: int
+    offset: int
+    kind: str  # the error's class
+    reason: str
+    key: bytes | None
+    value: bytes | None
+
+
+Event = (
+    Lease | LeaseEnded | EpisodeStarted | Span | EpisodeEnded | Exhausted | Tick | SampleChunk | GroupPayload
+    | AttemptEnded | GroupClosed | Addendum | Position | Manifest | Disposed | RunCreated | SettingsChanged | Version
+    | Publication | WeightChunk | Heartbeat | HandBack | LeaseRequest | PublicationClock | FleetTick | Score | DeadLetter
+)  # fmt: skip
+
+
+class Kinds:
+    """Which records a topic may hold."""
+
+    BY_TOPIC: ClassVar[dict[str, tuple[type, ...]]] = {
+        "tasks": (Lease, LeaseEnded),
+        "trajectories": (Lease, EpisodeStarted, Span, EpisodeEnded, Exhausted, Tick),
+        "samples": (SampleChunk,),
+        "groups": (AttemptEnded, GroupClosed, Addendum, Position),
+        "batches": (Manifest, Disposed),
+        "policy": (RunCreated, SettingsChanged, Version, Publication),
+        "weights": (WeightChunk,),
+        "fleet": (Heartbeat, HandBack, LeaseRequest, PublicationClock, FleetTick),
+        "evals": (Score,),
+        "deadletter": (DeadLetter,),
+    }
