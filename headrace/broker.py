@@ -227,7 +227,8 @@ def _start(home: Path, *, owner: bool, heap: str, config: Mapping[str, str | int
 
 
 def _jvm_arguments(java: Java) -> list[str]:
-    quiet = ["--enable-native-access=ALL-UNNAMED", "--sun-misc-unsafe-memory-access=allow"] if java.version >= 24 else []
+    newer = ["--enable-native-access=ALL-UNNAMED", "--sun-misc-unsafe-memory-access=allow"]  # else it warns
+    quiet = newer if java.version >= 24 else []
     return [*quiet, "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:+ExitOnOutOfMemoryError",
             "-Djava.awt.headless=true", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",
             "-Dorg.slf4j.simpleLogger.showDateTime=true",

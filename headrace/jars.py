@@ -179,10 +179,9 @@ def _run(name: str, command: list[str], env: Mapping[str, str] | None = None) ->
     except subprocess.TimeoutExpired as expired:
         raise BrokerError(f"{name}: no end after {FETCH_TIMEOUT_S:.0f} s") from expired
     if done.returncode:
-        said = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        said = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in done.stdout.splitlines() if line.strip()]
         telling = [line for line in said if "ERROR" in line or "Error" in line] or said
-        raise BrokerError(f"{name}: {telling[0][:300] if name == 'mvn' else telling[-1][:300]}" if said
-                          else f"{name}: exit status {done.returncode}")  # fmt: skip
+        raise BrokerError(f"{name}: {telling[0][:300]}" if telling else f"{name}: exit status {done.returncode}")
 
 
 def _java_version(executable: str) -> int:

@@ -1,0 +1,33 @@
+"""What every test may ask for: one real broker of its own for the session, and names that no other test uses."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from headrace.broker import Broker, start_broker
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    """A broker in a home of its own, so that the user's is never touched; it dies with the test process."""
+    broker = start_broker(tmp_path_factory.mktemp("broker"), owner=True)
+    yield broker
+    broker.stop()
+
+
+@pytest.fixture(scope="session")
+def kafka(broker: Broker) -> dict[str, str | int | bool]:
+    """The client properties of the session's broker."""
+    return {"bootstrap.servers": broker.bootstrap}
+
+
+@pytest.fixture
+def run_name() -> str:
+    """A run id that no other test of this broker uses."""
+    return f"run-{os.getpid()}-{next(_numbers)}"
