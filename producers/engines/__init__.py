@@ -1,8 +1,9 @@
 """The engine protocol: what a worker may ask of whatever samples tokens, and the facts that come back.
 
-This module decides the contract alone and imports no framework, so that a worker, a receiver or a test can speak it without torch. An
-engine is driven from one thread: `submit` and `cancel` only queue, `step` does one unit of decoding for every active request, and weights
-change in `apply`, between steps and nowhere else. Whoever drives it decides when; the engine decides how.
+This module decides the contract alone and imports no framework, so that a worker, a receiver or a test can speak it
+without torch. An engine is driven from one thread: `submit` and `cancel` only queue, `step` does one unit of decoding
+for every active request, and weights change in `apply`, between steps and nowhere else. Whoever drives it decides
+when; the engine decides how.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ from numpy.typing import NDArray
 
 Finished = Literal["stop", "length"]
 
-# The new bits of one named tensor: flat positions (int64, or None for the whole tensor) and values (uint8, 16, 32 or 64: the bits of the
-# published dtype, one per position).
+# The new bits of one named tensor: flat positions (int64, or None for the whole tensor) and values (uint8, 16, 32 or
+# 64: the bits of the published dtype, one per position).
 Change = tuple[NDArray[np.int64] | None, NDArray[Any]]
 Changes = Mapping[str, Change]
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Every parameter of the sampled distribution; there is no top-p or top-k, so what is recorded is what was sampled.
+    """Every parameter of the sampled distribution; there is no top-p or top-k, so what is recorded is what was
+    sampled.
 
-    `temperature` > 0. `greedy` takes the likeliest token instead of a sampled one and reports its log-probability at `temperature`; it is
-    for evaluation, and a worker refuses it for purpose `train`. `seed` names the request's own random stream: the same seed, prompt and
-    weights give the same tokens whoever shares the batch.
+    `temperature` > 0. `greedy` takes the likeliest token instead of a sampled one and reports its log-probability at
+    `temperature`; it is for evaluation, and a worker refuses it for purpose `train`. `seed` names the request's own
+    random stream: the same seed, prompt and weights give the same tokens whoever shares the batch.
     """
 
     temperature: float
@@ -38,14 +40,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise ValueError(f"temperature is {self.temperature}: it must be above 0 (for the likeliest token set greedy)")
+            raise ValueError(f"temperature is {self.temperature}: it must be above 0 (greedy takes the likeliest)")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}: it must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One sequence to continue. `prompt` is token ids; the sequence ends after any of `stop_ids` (which is reported as its last token)."""
+    """One sequence to continue. `prompt` is token ids; the sequence ends after any of `stop_ids` (which is reported as
+    its last token)."""
 
     request_id: str
     prompt: Sequence[int]
@@ -57,7 +60,8 @@ class GenerationRequest:
 class Progress:
     """What one step added to one request.
 
-    token_ids int32 [n]; logprobs float32 [n], in nats, of exactly the distribution that was sampled; `version` sampled all n of them.
+    token_ids int32 [n]; logprobs float32 [n], in nats, of exactly the distribution that was sampled; `version` sampled
+    all n of them.
     """
 
     request_id: str
@@ -87,22 +91,24 @@ class Engine(Protocol):
         """The tokens with which the model ends a turn."""
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises EngineError where it can never run: empty or over-long prompt, id in use, token outside the vocabulary."""
+        """Queue a request. Raises EngineError where it can never run: empty or over-long prompt, id in use, token
+        outside the vocabulary."""
 
     def cancel(self, request_id: str) -> None:
         """Forget a request; nothing more is reported of it. Unknown ids are ignored: it may have just finished."""
 
     def step(self) -> list[Progress]:
-        """Admit what fits, decode one token for each active request, and report them. Without a request it returns an empty list."""
+        """Admit what fits, decode one token for each active request, and report them. Without a request it returns an
+        empty list."""
 
     def apply(self, version: int, changes: Changes) -> None:
-        """Overwrite served weights in place and serve `version` from the next step on. Active requests go on with their cache (policy
-        keep); a request admitted later never meets cached keys of an earlier version. All names, positions and types are checked before
-        the first write; on an error nothing has changed."""
+        """Overwrite served weights in place and serve `version` from the next step on. Active requests go on with
+        their cache (policy keep); a request admitted later never meets cached keys of an earlier version. All names,
+        positions and types are checked before the first write; on an error nothing has changed."""
 
     def served_arrays(self) -> dict[str, NDArray[Any]]:
-        """Name -> the served weights' bits in the published dtype (bfloat16 and float16 as uint16, float32 as uint32), live and read-only:
-        they change with `apply`. Tied tensors appear once."""
+        """Name -> the served weights' bits in the published dtype (bfloat16 and float16 as uint16, float32 as uint32),
+        live and read-only: they change with `apply`. Tied tensors appear once."""
 
     def fingerprint(self) -> dict[str, str]:
         """What decides the numbers besides the weights: engine, library versions, device, dtypes, threads."""

@@ -1,0 +1,410 @@
+"""Decides how a Hugging Face causal language model samples: batched, with requests that join and leave between steps.
+
+Each active request owns one row of a key-value cache; active rows are contiguous, so a step runs on views of the cache
+and copies nothing. Prompts that wait together are prefilled as one row laid out as a tree (their common beginning
+once, then the rest of each distinct prompt), and siblings copy the result. The served weights are kept in the
+published dtype, bit for bit what the trainer published; the model that computes holds the same values in the compute
+dtype.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache
+
+from headrace.schemas.errors import EngineError, ModelError, WeightsRefused
+
+from . import Changes, Finished, GenerationRequest, Progress
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16, torch.float32: torch.uint32}
+
+# The cache grows to the longest admitted request in blocks, since growing copies it.
+CACHE_BLOCK = 64
+
+
+class _Row:
+    """One active request. `length` tokens of it are in the cache; `pending` is the sampled token that isn't yet."""
+
+    __slots__ = ("request", "random", "length", "pending", "sampled")
+
+    def __init__(self, request: GenerationRequest):
+        self.request = request
+        # A request draws one number per token from a stream of its own, so its tokens don't depend on its neighbours.
+        self.random = np.random.Generator(np.random.Philox(key=request.sampling.seed % 2**64))
+        self.length = 0
+        self.pending = 0
+        self.sampled = 0
+
+
+class _RowCache(Cache):
+    """Keys and values of all rows: per layer [slots, heads, length, dim]. A decode step writes one position per
+    row."""
+
+    def __init__(self) -> None:
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.positions = torch.empty(0, dtype=torch.long)
+        self.rows = torch.empty(0, dtype=torch.long)
+
+    def allocate(self, like: Sequence[torch.Tensor], slots: int, length: int) -> None:
+        """Make room for `length` tokens a row, keeping what is there. `like`: per layer keys [1, heads, any, dim]."""
+        if self.keys and self.keys[0].shape[2] >= length:
+            return
+        length = -(-length // CACHE_BLOCK) * CACHE_BLOCK
+        for store in (self.keys, self.values):
+            for layer, example in enumerate(like):
+                # Zeros, not uninitialised memory: masked positions are multiplied by 0, and 0 * nan is nan.
+                fresh = example.new_zeros(slots, example.shape[1], length, example.shape[3])
+                if layer < len(store):
+                    fresh[:, :, : store[layer].shape[2]] = store[layer]
+                    store[layer] = fresh
+                else:
+                    store.append(fresh)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        for store in (*self.keys, *self.values):
+            store[target, :, :length] = store[source, :, :length]
+
+    def begin(self, lengths: torch.Tensor) -> None:
+        """Set the position that the next step writes in each of the first n rows: int64 [n]."""
+        self.positions, self.rows = lengths, torch.arange(len(lengths), device=lengths.device)
+        self._span = int(lengths.max()) + 1
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        keys[self.rows, :, self.positions] = key_states[:, :, 0]
+        values[self.rows, :, self.positions] = value_states[:, :, 0]
+        count = len(self.rows)
+        return keys[:count, :, : self._span], values[:count, :, : self._span]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._span - 1
+
+
+class HfEngine:
+    """Any Hugging Face causal language model by path; see `Engine` for the contract.
+
+    `slots`: requests that decode at once; `max_tokens`: prompt and completion of one request at most. Raises
+    ModelError for a path that isn't a causal language model with full attention and a tokenizer.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        slots: int,
+        max_tokens: int,
+        dtype: str = "bfloat16",
+        compute_dtype: str = "float32",
+        device: str = "cpu",
+        version: int = 0,
+        prefill_tokens: int = 2048,
+    ) -> None:
+        self._model, self._tokenizer = load_model(model_path, compute_dtype, device)
+        self._served = {
+            name: parameter.detach().to("cpu", DTYPES[dtype], copy=True).contiguous()
+            for name, parameter in self._model.named_parameters()
+        }
+        self._bits = {
+            name: served.view(BITS[served.dtype]).numpy().reshape(served.shape) for name, served in
+            self._served.items()
+        }
+        self._parameters = dict(self._model.named_parameters())
+        for name, parameter in self._parameters.items():
+            parameter.data.copy_(self._served[name])
+        self._vocabulary = self._model.get_input_embeddings().num_embeddings
+        self._slots, self._max_tokens, self._prefill_tokens = slots, max_tokens, prefill_tokens
+        self._device = torch.device(device)
+        self._version = version
+        self._waiting: deque[_Row] = deque()
+        self._rows: list[_Row] = []
+        self._cache = _RowCache()
+        self._prefix: tuple[list[int], list[torch.Tensor], list[torch.Tensor]] = ([], [], [])
+        self._facts = {"engine": "hf", "dtype": dtype, "compute_dtype": compute_dtype, "device": device}
+
+    # --- what is served -------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def capacity(self) -> int:
+        return self._slots
+
+    @property
+    def active(self) -> int:
+        return len(self._waiting) + len(self._rows)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        configured = self._model.generation_config.eos_token_id
+        ids = configured if isinstance(configured, list) else [configured]
+        return frozenset(int(i) for i in [*ids, self._tokenizer.eos_token_id] if i is not None)
+
+    def served_arrays(self) -> dict[str, NDArray[Any]]:
+        views = {}
+        for name, bits in self._bits.items():
+            view = bits.view()
+            view.flags.writeable = False
+            views[name] = view
+        return views
+
+    def apply(self, version: int, changes: Changes) -> None:
+        if version <= self._version:
+            raise WeightsRefused(f"version {version} can't follow version {self._version}, which is served here")
+        for name, (positions, values) in changes.items():
+            self._check(name, positions, values)
+        with torch.no_grad():
+            for name, (positions, values) in changes.items():
+                served, flat = self._served[name], self._bits[name].reshape(-1)
+                if positions is None:
+                    flat[:] = values.reshape(-1)
+                    self._parameters[name].copy_(served)
+                else:
+                    flat[positions] = values
+                    index = torch.from_numpy(positions)
+                    parameter = self._parameters[name].view(-1)
+                    parameter[index.to(parameter.device)] = served.view(-1)[index].to(parameter.device,
+                    parameter.dtype)
+        self._version = version
+        self._prefix = ([], [], [])  # a later request never meets another version's cached prefix
+
+    def _check(self, name: str, positions: NDArray[np.int64] | None, values: NDArray[Any]) -> None:
+        if name not in self._bits:
+            raise WeightsRefused(f"tensor {name!r} is not one that this engine serves")
+        bits = self._bits[name]
+        if values.dtype != bits.dtype:
+            raise WeightsRefused(f"tensor {name!r}: values of type {values.dtype}, served are {bits.dtype}")
+        if positions is None:
+            if values.size != bits.size:
+                raise WeightsRefused(f"tensor {name!r}: {values.size} values for {bits.size} positions")
+            return
+        if positions.dtype != np.int64 or positions.ndim != 1 or positions.shape != values.shape:
+            raise WeightsRefused(f"tensor {name!r}: positions must be int64 [n], and values as many")
+        if positions.size and (positions.min() < 0 or positions.max() >= bits.size):
+            raise WeightsRefused(f"tensor {name!r}: a position lies outside its {bits.size} values")
+
+    def fingerprint(self) -> dict[str, str]:
+        return {
+            **self._facts,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "threads": str(torch.get_num_threads()),
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+            "machine": platform.machine(),
+        }
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        ids = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        return [int(i) for i in ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest) -> None:
+        name = f"request {request.request_id!r}"
+        if any(row.request.request_id == request.request_id for row in (*self._waiting, *self._rows)):
+            raise EngineError(f"{name} is already active: use another id")
+        if not len(request.prompt):
+            raise EngineError(f"{name} has an empty prompt")
+        if min(request.prompt) < 0 or max(request.prompt) >= self._vocabulary:
+            raise EngineError(f"{name} has a token outside the vocabulary of {self._vocabulary}: another tokenizer's?")
+        total = len(request.prompt) + request.sampling.max_new_tokens
+        if total > self._max_tokens:
+            raise EngineError(
+                f"{name} needs {total} tokens (prompt {len(request.prompt)}), the engine takes {self._max_tokens}:"
+                " raise its max_tokens or shorten the task"
+            )
+        self._waiting.append(_Row(request))
+
+    def cancel(self, request_id: str) -> None:
+        self._waiting = deque(row for row in self._waiting if row.request.request_id != request_id)
+        for index, row in enumerate(self._rows):
+            if row.request.request_id == request_id:
+                self._leave(index)
+                return
+
+    @torch.inference_mode()
+    def step(self) -> list[Progress]:
+        joining = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._slots - len(self._rows)))]
+        logits = []
+        if self._rows:
+            logits.append(self._decode_rows())
+        for batch in self._prefill_batches(joining):
+            logits.append(self._prefill(batch))
+            self._rows += batch
+        if not logits:
+            return []
+        tokens, logprobs = _sample(torch.cat(logits), self._rows)
+        progress = []
+        for index in reversed(range(len(self._rows))):  # from the end, so that a leaving row moves no row still to see
+            row, token = self._rows[index], tokens[index]
+            row.pending = int(token)
+            row.sampled += 1
+            finished: Finished | None = None
+            if row.pending in row.request.stop_ids:
+                finished = "stop"
+            elif row.sampled == row.request.sampling.max_new_tokens:
+                finished = "length"
+            if finished:
+                self._leave(index)
+            progress.append(
+                Progress(
+                    row.request.request_id, tokens[index : index + 1], logprobs[index : index + 1], self._version,
+                    finished
+                )
+            )
+        return progress[::-1]
+
+    def _leave(self, index: int) -> None:
+        last = self._rows.pop()
+        if index < len(self._rows):
+            self._cache.move(len(self._rows), index, last.length)
+            self._rows[index] = last
+
+    def _decode_rows(self) -> torch.Tensor:
+        """Logits [n, vocabulary] that follow each active row's pending token, which goes into the cache."""
+        lengths = torch.tensor([row.length for row in self._rows], device=self._device)
+        self._cache.begin(lengths)
+        seen = torch.arange(int(lengths.max()) + 1, device=self._device) <= lengths[:, None]
+        output = self._model(
+            input_ids=torch.tensor([[row.pending] for row in self._rows], device=self._device),
+            attention_mask=_additive(seen[:, None, None], self._model.dtype),
+            position_ids=lengths[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        for row in self._rows:
+            row.length += 1
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def _prefill_batches(self, joining: list[_Row]) -> list[list[_Row]]:
+        """Requests in order, cut so that the distinct prompts of one forward pass stay within `prefill_tokens`."""
+        batches: list[list[_Row]] = []
+        prompts: set[tuple[int, ...]] = set()
+        for row in joining:
+            prompts.add(tuple(row.request.prompt))
+            if not batches or sum(map(len, prompts)) > self._prefill_tokens:
+                prompts = {tuple(row.request.prompt)}
+                batches.append([])
+            batches[-1].append(row)
+        return batches
+
+    def _prefill(self, joining: list[_Row]) -> torch.Tensor:
+        """Logits [n, vocabulary] that follow each prompt; the keys and values go into rows after the active ones."""
+        members: dict[tuple[int, ...], list[int]] = {}
+        for index, row in enumerate(joining):
+            members.setdefault(tuple(int(i) for i in row.request.prompt), []).append(index)
+        prompts = list(members)
+        known, keys, values = self._prefix
+        # At least one token of each prompt is computed, since its hidden state gives the first logits.
+        stem = min(_common(prompt[:-1], prompts[0]) for prompt in prompts)
+        known_length = _common(prompts[0][:stem], known)
+        cache = DynamicCache()
+        if known_length:
+            for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
+                cache.update(key[:, :, :known_length], value[:, :, :known_length], layer)
+        ids, positions, segments = list(prompts[0][known_length:stem]), list(range(known_length, stem)), []
+        segments += [0] * len(ids)
+        for number, prompt in enumerate(prompts, start=1):
+            ids += prompt[stem:]
+            positions += range(stem, len(prompt))
+            segments += [number] * (len(prompt) - stem)
+        segment = torch.tensor(segments, device=self._device)
+        seen = torch.ones(len(ids), known_length + len(ids), dtype=torch.bool, device=self._device)
+        seen[:, known_length:] = ((segment[:, None] == segment) | (segment == 0)).tril()
+        starts = np.cumsum([stem, *(len(prompt) - stem for prompt in prompts)])
+        output = self._model(
+            input_ids=torch.tensor([ids], device=self._device),
+            attention_mask=_additive(seen[None, None], self._model.dtype),
+            position_ids=torch.tensor([positions], device=self._device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=torch.from_numpy(starts[1:] - 1 - known_length).to(self._device),
+        )
+        longest = max(len(row.request.prompt) + row.request.sampling.max_new_tokens for row in joining)
+        layers = [(layer.keys, layer.values) for layer in cache.layers]
+        self._cache.allocate([key for key, _ in layers], self._slots, longest)
+        order = torch.empty(len(joining), dtype=torch.long)
+        for number, (prompt, indices) in enumerate(members.items()):
+            order[indices] = number
+            begin, end = int(starts[number]), int(starts[number + 1])
+            slots = torch.tensor([len(self._rows) + index for index in indices], device=self._device)
+            for layer, (key, value) in enumerate(layers):
+                for store, computed in ((self._cache.keys[layer], key), (self._cache.values[layer], value)):
+                    store[slots, :, :stem] = computed[:, :, :stem]
+                    store[slots, :, stem : len(prompt)] = computed[:, :, begin:end]
+            for index in indices:
+                joining[index].length = len(prompt)
+        kept = [torch.cat([x[:, :, :stem], x[:, :, stem : len(prompts[0])]], dim=2) for pair in layers for x in pair]
+        self._prefix = (list(prompts[0]), kept[::2], kept[1::2])
+        logits: torch.Tensor = output.logits[0][order.to(self._device)]
+        return logits
+
+
+def load_model(model_path: str | Path, compute_dtype: str, device: str) -> tuple[Any, Any]:
+    """The model in the compute dtype, without dropout, and its tokenizer; from a local folder only."""
+    if not (Path(model_path) / "config.json").is_file():
+        raise ModelError(f"{model_path} holds no config.json: model_path must be a Hugging Face model folder")
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        # Loaded in float32 whatever the file holds, so that rounding to the published dtype happens once, as in the
+        # trainer.
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{model_path} can't be loaded as a causal language model: {error}") from error
+    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ModelError(f"{model_path} has layers of type {sorted(kinds)}; this engine handles full attention only")
+    return model.to(device=device, dtype=getattr(torch, compute_dtype)).eval().requires_grad_(False), tokenizer
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return min(len(left), len(right))
+
+
+def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A boolean mask as what is added to attention scores. Every query sees itself, so -inf never fills a whole
+    line."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+
+
+def _sample(logits: torch.Tensor, rows: Sequence[_Row]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """One token per row from softmax(logits / temperature), by inverting the distribution function at the row's own
+    uniform number, and its log-probability in float32."""
+    sampling = [row.request.sampling for row in rows]
+    temperature = torch.tensor([[s.temperature] for s in sampling], dtype=torch.float32, device=logits.device)
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    chosen = logprobs.argmax(dim=-1)
+    drawn = [index for index, s in enumerate(sampling) if not s.greedy]
+    if drawn:
+        cumulative = logprobs[drawn].double().exp_().cumsum_(dim=-1)
+        uniform = torch.tensor([[rows[i].random.random()] for i in drawn], dtype=torch.float64, device=logits.device)
+        # The first token whose cumulated probability exceeds the number: one of probability 0 is never taken.
+        picked = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+        chosen[drawn] = picked[:, 0].clamp_(max=logits.shape[-1] - 1)
+    taken = logprobs.gather(1, chosen[:, None])[:, 0]
+    return chosen.int().cpu().numpy(), taken.cpu().numpy()
