@@ -1,0 +1,1 @@
+"""Whoever makes trajectories: the rollout SDK, the worker, engines and environments."""

@@ -1,7 +1,7 @@
 """The facts on the log: one frozen class per record, and one Avro schema file of the same name beside it.
 
-A class is the reader's view; `avro/<Name>.avsc` is the wire (a test holds them together). Fields that identify and route
-come first and token columns last, so that a reader can stop early. Times are milliseconds since the epoch unless the
+A class is the reader's view; `avro/<Name>.avsc` is the wire (a test holds them together). Identifying fields come first
+and token columns last, so that a reader can stop early. Times are milliseconds since the epoch unless the
 name says otherwise; token columns are bytes as `columns` packs them.
 """
 

@@ -1,0 +1,61 @@
+"""Tasks of the `reasoning-gym` library: its procedural data sets with its own verifiers, unchanged.
+
+`task.data` is JSON: dataset, config, seed, index, and how to ask (system, examples, template).
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+from headrace.schemas.events import Task
+
+from . import Message, Verdict
+
+# The library draws item i of a data set from `seed + i`, so that neighbouring seeds share almost all their items.
+# Seeds are spread so far apart that two runs, or training and held-out tasks, never meet.
+_SEED_STRIDE = 10_000_019
+_SEED_SPACE = 2**31
+
+
+@cache
+def _dataset(name: str, seed: int, config: str) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, seed=seed * _SEED_STRIDE % _SEED_SPACE, size=10**9, **json.loads(config))
+
+
+def conversation(data: dict[str, Any], question: str) -> list[Message]:
+    """How a question is put to the model: system message, solved examples as earlier turns, then the question."""
+    messages: list[Message] = []
+    if data.get("system"):
+        messages.append({"role": "system", "content": data["system"]})
+    template = data.get("template") or "{question}"
+    for asked, answered in data.get("examples") or ():
+        messages.append({"role": "user", "content": template.replace("{question}", asked)})
+        messages.append({"role": "assistant", "content": answered})
+    messages.append({"role": "user", "content": template.replace("{question}", question)})
+    return messages
+
+
+class ReasoningGym:
+    def prepare(self) -> None:
+        import reasoning_gym  # noqa: F401
+
+    def _item(self, data: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        dataset = _dataset(data["dataset"], int(data["seed"]), json.dumps(data.get("config") or {}, sort_keys=True))
+        return dataset, dataset[int(data["index"])]
+
+    def messages(self, task: Task) -> list[Message]:
+        data = json.loads(task.data)
+        return conversation(data, self._item(data)[1]["question"])
+
+    def score(self, task: Task, text: str) -> Verdict:
+        data = json.loads(task.data)
+        dataset, item = self._item(data)
+        reward = float(dataset.score_answer(text.strip(), item))
+        return Verdict(reward, success=reward >= 1.0, components={"verifier": reward})
+
+
+GYM = ReasoningGym()
