@@ -455,7 +455,8 @@ class Disposed(Chained):
 
 @dataclass(frozen=True, slots=True)
 class Authored(Chained):
-    """In `policy` each writer has a chain of its own."""
+    """In `policy` each writer has a chain of its own. All begin at the run's first record: what the first record of
+    another writer calls the one before it is the digest of RunCreated."""
 
     writer: str
 
@@ -484,6 +485,7 @@ class Version(Authored):
     parent: int
     batch: int
     batch_offset: int  # the manifest in `batches`
+    batch_digest: bytes  # and the digest of its value; empty for version 0
     hash_algorithm: str
     served_hash: bytes
     train_hash: bytes
