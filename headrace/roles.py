@@ -1,0 +1,96 @@
+"""What `headrace start ROLE RUN` runs: each role with the site settings that concern it.
+
+A role ends by itself (exit 0), asks to be started again by dying, or ends with `FINAL`: an error that a restart would
+only repeat, and that a person must see.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.schemas.errors import (
+    CheckpointError,
+    EnvironmentFailed,
+    HeadraceError,
+    InvalidRecord,
+    ModelError,
+    NonFiniteLogprob,
+    NoProgress,
+    ReplayMismatch,
+    RunNotFound,
+    SettingsError,
+    TasksExhausted,
+    UndecodableRecord,
+)
+from headrace.schemas.settings import RunSettings
+from headrace.schemas.topics import RunTopics
+
+from .settings import SiteSettings, state_dir
+
+FINAL = 3
+_FINAL_ERRORS = (SettingsError, RunNotFound, ModelError, NoProgress, TasksExhausted, NonFiniteLogprob, ReplayMismatch,
+                 CheckpointError, EnvironmentFailed, InvalidRecord, UndecodableRecord)  # fmt: skip
+
+Role = Callable[[Mapping[str, Any], RunTopics, RunSettings, SiteSettings, threading.Event], None]
+
+
+def _assembler(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings,
+               stop: threading.Event) -> None:  # fmt: skip
+    from headrace.streams.assembling import run_assembler
+
+    run_assembler(kafka, topics, settings, stop)
+
+
+def _coordinator(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings,
+                 stop: threading.Event) -> None:  # fmt: skip
+    from headrace.streams.coordinating import run_coordinator
+    from headrace.streams.tasks import task_source
+
+    run_coordinator(kafka, topics, settings, stop, task_source(settings.tasks))
+
+
+def _worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings,
+            stop: threading.Event) -> None:  # fmt: skip
+    from headrace.producers.worker import run_worker
+
+    run_worker(kafka, topics, settings, stop, slots=site.slots, device=site.device, threads=site.worker_threads)
+
+
+def _trainer(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings,
+             stop: threading.Event) -> None:  # fmt: skip
+    from headrace.trainer.loop import run_trainer
+
+    run_trainer(kafka, topics, settings, stop, state_dir=state_dir(site, topics.run), stop_at=site.stop_at,
+                threads=site.trainer_threads, device=site.trainer_device)  # fmt: skip
+
+
+ROLES: dict[str, Role] = {
+    "assembler": _assembler,
+    "coordinator": _coordinator,
+    "worker": _worker,
+    "trainer": _trainer,
+}
+
+
+def run_role(role: str, kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings) -> int:
+    """Run one role until it ends or the process is asked to. Returns the exit code."""
+    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr)
+    stop = threading.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: stop.set())
+    try:
+        ROLES[role](kafka, topics, settings, site, stop)
+        return 0
+    except HeadraceError as error:
+        print(f"headrace {role}: {error}", file=sys.stderr, flush=True)
+        return FINAL if isinstance(error, _FINAL_ERRORS) else 1
+
+
+def logs_dir(site: SiteSettings, run: str) -> Path:
+    return state_dir(site, run) / "logs"

@@ -1,0 +1,186 @@
+"""Configuration files: one TOML file holds the run settings and, under `[site]`, what belongs to this place only.
+
+Run settings decide what is trained and are recorded; site settings (addresses, credentials, paths, devices, counts) are
+never recorded. A wrong file is refused with its name, the key and what was expected.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from headrace.schemas.errors import SettingsError
+from headrace.schemas.settings import RunSettings, Section
+from headrace.schemas.topics import RunTopics
+
+BOOTSTRAP_VARIABLE = "HEADRACE_BOOTSTRAP_SERVERS"
+Positive = Annotated[int, Field(ge=1)]
+
+
+class SiteSettings(Section):
+    """What belongs to this place: never recorded, may differ at each start."""
+
+    kafka: dict[str, str | int | bool] = Field(
+        default_factory=dict,
+        description="client properties (bootstrap.servers, security.protocol, sasl.*, ssl.*); without an address the "
+        "development broker is used",
+    )
+    prefix: str = Field("headrace", description="prefix of topic names, transactional ids and groups")
+    state_dir: str | None = Field(None, description="checkpoints and logs of roles; default below HEADRACE_HOME or "
+                                                    "~/.local/share/headrace/runs")  # fmt: skip
+    workers: Positive = Field(1, description="worker processes that `headrace run` supervises")
+    slots: Positive = Field(32, description="sequences that one worker decodes at once")
+    device: str = Field("cpu", description="torch device of the worker's engine")
+    trainer_device: str = Field("cpu", description="torch device of the trainer")
+    worker_threads: Positive | None = Field(None, description="CPU threads of a worker (none: torch's choice)")
+    trainer_threads: Positive | None = Field(None, description="CPU threads of the trainer; another count gives other "
+                                                               "bits (none: torch's choice)")  # fmt: skip
+    stop_at: Positive | None = Field(None, description="the version at which to stop; a greater one goes on later")
+    max_deaths: Positive = Field(5, description="a process that dies so often without a minute's life ends the run")
+
+
+class ConfigFile(RunSettings):
+    """A whole file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    run: str = Field(description="run id: lower-case letters, digits, '-', '_'")
+    site: SiteSettings = SiteSettings()
+
+
+_SITE_ONLY = create_model("SiteOnly", __config__=ConfigDict(extra="ignore"), site=(SiteSettings, SiteSettings()))
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    run: str
+    settings: RunSettings
+    site: SiteSettings
+    file: Path
+
+    @property
+    def topics(self) -> RunTopics:
+        return RunTopics(self.run, self.site.prefix)
+
+
+def load_config(file: Path) -> Config:
+    """Raises SettingsError naming file, key and what was expected."""
+    found = _validated(ConfigFile, _read(file), file)
+    assert isinstance(found, ConfigFile)
+    values = {name: getattr(found, name) for name in RunSettings.model_fields}
+    model = found.model.model_copy(update={"path": str((file.parent / found.model.path).resolve())})
+    tasks = found.tasks
+    if tasks.path is not None:
+        tasks = tasks.model_copy(update={"path": str((file.parent / tasks.path).resolve())})
+    config = Config(found.run, RunSettings(**(values | {"model": model, "tasks": tasks})), found.site, file.resolve())
+    _ = config.topics  # a run id that can't be a topic name is refused here
+    return config
+
+
+def load_site(file: Path | None) -> SiteSettings:
+    """The `[site]` part of a file alone; the defaults without one."""
+    if file is None:
+        return SiteSettings()
+    site = _validated(_SITE_ONLY, _read(file), file).site  # type: ignore[attr-defined]
+    assert isinstance(site, SiteSettings)
+    return site
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise SettingsError(f"{file}: no such file") from error
+    except IsADirectoryError as error:
+        raise SettingsError(f"{file}: a folder; give the TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{file}: not valid TOML: {error}") from error
+
+
+def _validated(model: type[BaseModel], data: dict[str, Any], file: Path) -> BaseModel:
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            key = ".".join(str(part) for part in problem["loc"]) or "(the file)"
+            said = problem["msg"].removeprefix("Value error, ")
+            if problem["type"] == "extra_forbidden":
+                said = f"unknown key{_near(model, problem['loc'])}"
+            elif problem["type"] not in ("missing", "value_error"):
+                said += f", got {problem['input']!r}"
+            lines.append(f"{file}: {key}: {said}")
+        raise SettingsError("\n".join(lines)) from error
+
+
+def _near(model: type[BaseModel], loc: tuple[int | str, ...]) -> str:
+    """A hint: the known key that looks most like the unknown one."""
+    import difflib
+
+    known: Any = model
+    for part in loc[:-1]:
+        field = known.model_fields.get(part) if isinstance(known, type) and issubclass(known, BaseModel) else None
+        known = field.annotation if field is not None else None
+    if not (isinstance(known, type) and issubclass(known, BaseModel)):
+        return ""
+    close = difflib.get_close_matches(str(loc[-1]), list(known.model_fields), 1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(known.model_fields)}"
+
+
+def describe(value: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """(dotted key, value, meaning) of every setting."""
+    for name, field in type(value).model_fields.items():
+        inner = getattr(value, name)
+        if isinstance(inner, BaseModel):
+            yield from describe(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", inner, field.description or ""
+
+
+def differences(recorded: RunSettings, given: RunSettings) -> list[str]:
+    """One line for each setting that differs."""
+    was = {key: value for key, value, _ in describe(recorded)}
+    now = {key: value for key, value, _ in describe(given)}
+    return [f"  {key}: the run has {was.get(key)!r}, given {now.get(key)!r}"
+            for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)]  # fmt: skip
+
+
+def home() -> Path:
+    """Where Headrace keeps what belongs to this user and machine."""
+    if own := os.environ.get("HEADRACE_HOME"):
+        return Path(own)
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "headrace"
+
+
+def state_dir(site: SiteSettings, run: str) -> Path:
+    return (Path(site.state_dir) if site.state_dir else home() / "runs") / run
+
+
+def kafka_config(site: SiteSettings, start: bool = False) -> dict[str, str | int | bool]:
+    """Client properties: the site's, else the address in HEADRACE_BOOTSTRAP_SERVERS, else the development broker's
+    (which `start` brings up where it isn't running). Raises BrokerUnreachable."""
+    from headrace.schemas.errors import BrokerUnreachable
+    from headrace.streams.log.clients import check_broker
+
+    from .broker import broker_status, ensure_broker
+
+    if "bootstrap.servers" in site.kafka:
+        kafka = dict(site.kafka)
+    elif address := os.environ.get(BOOTSTRAP_VARIABLE):
+        kafka = {**site.kafka, "bootstrap.servers": address}
+    elif start:
+        return {**site.kafka, "bootstrap.servers": ensure_broker()}
+    elif broker := broker_status():
+        return {**site.kafka, "bootstrap.servers": broker.bootstrap}
+    else:
+        raise BrokerUnreachable(
+            "no broker: the configuration names none and the development broker isn't running; start it with "
+            "`headrace broker start`, give --bootstrap HOST:PORT, or set bootstrap.servers under [site.kafka]"
+        )
+    check_broker(kafka)
+    return kafka

@@ -1,0 +1,231 @@
+"""All roles of a run on one machine: which are started, when one is started again, and when the run is over.
+
+A process that dies is started again with back-off; one that dies again and again, or ends with an error that a restart
+would repeat, ends the run with its own last words. Ctrl-C drains, a second one stops at once; children end when this
+process is killed. Nothing is kept here: killing the supervisor loses nothing, and the same command goes on.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.schemas.errors import HeadraceError, RunConflict
+from headrace.schemas.topics import BATCHES, DEADLETTER, FLEET, GROUPS, POLICY, TASKS, RunTopics
+from headrace.streams.log.reader import Position, Reader, beginning_offsets, end_offsets
+
+from .progress import Progress
+from .roles import FINAL, logs_dir
+from .settings import BOOTSTRAP_VARIABLE, SiteSettings, state_dir
+
+SETTLED_S = 60.0  # a process that lived so long is not one that dies again and again
+BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+DRAIN_S = {"worker": 60.0, "trainer": 120.0, "coordinator": 30.0, "assembler": 30.0}
+QUIET_LINE_S = 15.0  # a line at least so often, also when no version comes
+LAST_WORDS = 20
+TURN_OVER_BYTES = 16 << 20
+
+Say = Callable[[str], None]
+
+
+class RoleFailed(HeadraceError):
+    """A role ended for good; the message holds its last words."""
+
+
+@dataclass(slots=True)
+class _Child:
+    name: str
+    role: str
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+    deaths: int = 0
+    restart_at: float = 0.0
+    done: bool = False
+
+    @property
+    def state(self) -> str:
+        if self.done:
+            return "done"
+        if self.process is None:
+            return f"restarts ({self.deaths})"
+        return "up" if self.process.poll() is None else "dead"
+
+    def last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            lines = self.log.read_text(errors="replace").splitlines()[-LAST_WORDS:]
+            return "\n".join(f"  {self.name}| {line}" for line in lines)
+        return ""
+
+
+@dataclass(slots=True)
+class Supervisor:
+    kafka: Mapping[str, Any]
+    topics: RunTopics
+    site: SiteSettings
+    config_file: Path
+    say: Say
+    stop_at: int | None = None  # over the file's
+    children: list[_Child] = field(default_factory=list)
+    interrupts: int = 0
+
+    def run(self) -> None:
+        """Until the version to stop at, the end of the tasks, Ctrl-C, or an error. Raises RoleFailed, RunConflict."""
+        with self._lock():
+            before = [signal.signal(signum, self._interrupted) for signum in (signal.SIGINT, signal.SIGTERM)]
+            try:
+                self._run()
+            finally:
+                self._kill()
+                for signum, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+                    signal.signal(signum, handler)
+
+    def _run(self) -> None:
+        roles = ["assembler", "coordinator", *["worker"] * self.site.workers, "trainer"]
+        count: collections.Counter[str] = collections.Counter()
+        logs = logs_dir(self.site, self.topics.run)
+        logs.mkdir(parents=True, exist_ok=True)
+        for role in roles:
+            name = role if role != "worker" or self.site.workers == 1 else f"worker-{count[role]}"
+            count[role] += 1
+            self.children.append(_Child(name, role, logs / f"{name}.log"))
+        for child in self.children:
+            self._start(child)
+        progress = Progress()
+        with Reader(self.kafka, self._positions()) as reader:
+            spoke = time.monotonic()
+            resumed = False
+            while not self.interrupts:
+                new_version = False
+                for record in reader.poll(1000, 0.2):
+                    new_version |= progress.observe(record)
+                self._look_after()
+                caught_up = reader.at_end
+                if caught_up and not resumed:
+                    progress.take_reward()  # of an earlier sitting: it has had its lines
+                    resumed = True
+                if caught_up and (new_version or time.monotonic() - spoke > QUIET_LINE_S):
+                    self.say(progress.line({child.name: child.state for child in self.children}))
+                    spoke = time.monotonic()
+                if self._role_done("trainer"):
+                    break
+                if self._role_done("coordinator") and caught_up and progress.published >= progress.manifest:
+                    self.say("the tasks have ended and every batch is trained")
+                    break
+        self.say("stopping: roles finish what they have begun; Ctrl-C again stops at once"
+                 if self.interrupts else "draining")  # fmt: skip
+        self._drain()
+
+    def _positions(self) -> dict[Position, int]:
+        positions: dict[Position, int] = {}
+        for topic in (POLICY, BATCHES, TASKS, GROUPS):
+            name = self.topics.name(topic)
+            positions |= {(name, p): offset for p, offset in beginning_offsets(self.kafka, name).items()}
+        for topic in (FLEET, DEADLETTER):
+            name = self.topics.name(topic)
+            positions |= {(name, p): offset for p, offset in end_offsets(self.kafka, name).items()}
+        return positions
+
+    # ------------------------------------------------------------------------------------------------ children
+
+    def _start(self, child: _Child) -> None:
+        if child.log.exists() and child.log.stat().st_size > TURN_OVER_BYTES:
+            child.log.replace(child.log.with_suffix(".log.1"))
+        with open(child.log, "ab") as log:
+            child.process = subprocess.Popen(
+                [sys.executable, "-m", "headrace", "start", child.role, self.topics.run, "--config",
+                 str(self.config_file), "--parent", str(os.getpid()),
+                 *(["--stop-at", str(self.stop_at)] if self.stop_at is not None else [])],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env={**os.environ, BOOTSTRAP_VARIABLE: str(self.kafka["bootstrap.servers"])},
+            )  # fmt: skip
+        child.started = time.monotonic()
+
+    def _look_after(self) -> None:
+        now = time.monotonic()
+        for child in self.children:
+            if child.done:
+                continue
+            if child.process is None:
+                if now >= child.restart_at:
+                    self._start(child)
+                continue
+            code = child.process.poll()
+            if code is None:
+                continue
+            child.process = None
+            if code == 0:
+                child.done = True
+            elif code == FINAL:
+                raise RoleFailed(f"{child.name} ended the run:\n{child.last_words()}")
+            else:
+                self._died(child, code, now)
+
+    def _died(self, child: _Child, code: int, now: float) -> None:
+        child.deaths = 1 if now - child.started > SETTLED_S else child.deaths + 1
+        how = f"by signal {-code}" if code < 0 else f"with code {code}"
+        if child.deaths >= self.site.max_deaths:
+            raise RoleFailed(f"{child.name} died {child.deaths} times in a row, at last {how}:\n{child.last_words()}\n"
+                             f"Its whole log: {child.log}")  # fmt: skip
+        wait = BACKOFF_S[min(child.deaths, len(BACKOFF_S)) - 1]
+        child.restart_at = now + wait
+        self.say(f"{child.name} died {how}; starts again in {wait:g} s")
+
+    def _role_done(self, role: str) -> bool:
+        return all(child.done for child in self.children if child.role == role)
+
+    def _drain(self) -> None:
+        """In the order of the flow: who makes events first, who reads them last."""
+        for role, within_s in DRAIN_S.items():
+            group = [child for child in self.children if child.role == role and child.process is not None]
+            for child in group:
+                assert child.process is not None
+                with contextlib.suppress(ProcessLookupError):
+                    child.process.send_signal(signal.SIGTERM)
+            end = time.monotonic() + within_s
+            for child in group:
+                assert child.process is not None
+                while child.process.poll() is None and time.monotonic() < end and self.interrupts < 2:
+                    time.sleep(0.05)
+                if child.process.poll() is None:
+                    self.say(f"{child.name} is stopped where it stands; nothing is lost, a resume goes on from the log")
+                    child.process.kill()
+                elif child.process.returncode not in (0, -signal.SIGTERM):
+                    self.say(f"{child.name} ended with code {child.process.returncode}:\n{child.last_words()}")
+
+    def _kill(self) -> None:
+        for child in self.children:
+            if child.process is not None:
+                if child.process.poll() is None:
+                    child.process.kill()
+                child.process.wait()
+
+    def _interrupted(self, *_: object) -> None:
+        self.interrupts += 1
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        """One supervisor per run and machine: two would fence each other's roles for ever."""
+        folder = state_dir(self.site, self.topics.run)
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "supervisor.lock", "a+") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                handle.seek(0)
+                raise RunConflict(f"run {self.topics.run!r} is already supervised here, by process "
+                                  f"{handle.read().strip() or '?'}") from error  # fmt: skip
+            handle.truncate(0)
+            handle.write(str(os.getpid()))
+            handle.flush()
+            yield
