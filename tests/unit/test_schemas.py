@@ -1,0 +1,185 @@
+"""The wire: every record survives the trip, and what isn't ours is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from importlib import resources
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import fastavro
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.schemas import codec, events
+from headrace.schemas.chain import Chain
+from headrace.schemas.columns import pack_float32, pack_int32, unpack_float32, unpack_int32
+from headrace.schemas.errors import InvalidRecord, SettingsError, UndecodableRecord
+from headrace.schemas.hashes import GENESIS, digest
+from headrace.schemas.payload import content_hash, from_chunks, to_chunks
+from headrace.schemas.topics import ALL_TOPICS, RunTopics
+
+CLASSES = get_args(events.Event)
+
+
+def values_of(hint: Any) -> st.SearchStrategy[Any]:
+    if dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        hints = get_type_hints(hint)
+        return st.builds(hint, **{f.name: values_of(hints[f.name]) for f in dataclasses.fields(hint)})
+    simple = {int: st.integers(-(2**63), 2**63 - 1), str: st.text(max_size=20), bool: st.booleans(),
+              float: st.floats(allow_nan=False), bytes: st.binary(max_size=40)}  # fmt: skip
+    if hint in simple:
+        return simple[hint]
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is tuple:
+        return st.lists(values_of(arguments[0]), max_size=3).map(tuple)
+    if origin is dict:
+        return st.dictionaries(st.text(max_size=8), values_of(arguments[1]), max_size=3)
+    assert origin in (Union, types.UnionType)
+    return st.none() | values_of(next(a for a in arguments if a is not type(None)))
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+def test_every_record_survives_the_trip(cls: type) -> None:
+    @given(values_of(cls))
+    def survives(event: events.Event) -> None:
+        assert codec.decode(codec.encode(event)) == event
+
+    survives()
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+def test_class_and_schema_file_have_the_same_fields_in_the_same_order(cls: type) -> None:
+    schema = json.loads((resources.files("headrace.schemas") / "avro" / f"{cls.__name__}.avsc").read_text())
+    assert [f["name"] for f in schema["fields"]] == [f.name for f in dataclasses.fields(cls)]
+
+
+def test_every_record_has_a_topic_or_lies_inside_another() -> None:
+    placed = {cls for classes in events.Kinds.BY_TOPIC.values() for cls in classes}
+    assert set(CLASSES) - placed == {events.GroupPayload}
+    assert set(events.Kinds.BY_TOPIC) == set(ALL_TOPICS)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_undecodable_and_never_anything_else(data: bytes) -> None:
+    with pytest.raises(UndecodableRecord):
+        codec.decode(data)
+
+
+@given(st.integers(0, 10_000), st.integers(0, 255))
+def test_damaged_record_decodes_or_is_undecodable(position: int, value: int) -> None:
+    raw = bytearray(codec.encode(span()))
+    raw[position % len(raw)] = value
+    try:
+        codec.decode(bytes(raw))
+    except UndecodableRecord:
+        pass
+
+
+def test_record_with_a_tail_is_refused() -> None:
+    with pytest.raises(UndecodableRecord, match="1 bytes too many"):
+        codec.decode(codec.encode(events.Tick("w", 1)) + b"\0")
+
+
+def test_header_is_avros_single_object_encoding() -> None:
+    """Marker C3 01, then CRC-64-AVRO of the canonical schema, little-endian: the test vector of Avro's specification
+    for "null" is 0x63dd24e7cc258f8a."""
+    assert codec.schema_header("null") == bytes.fromhex("c301") + (0x63DD24E7CC258F8A).to_bytes(8, "little")
+    raw = codec.encode(events.Tick("w", 7))
+    assert raw[:10] == codec.schema_header(codec.schema_of(events.Tick))
+    import io
+
+    assert fastavro.schemaless_reader(io.BytesIO(raw[10:]), codec.schema_of(events.Tick), None) == {
+        "writer": "w", "number": 7}  # fmt: skip
+
+
+@given(st.lists(st.floats(width=32)), st.lists(st.integers(-(2**31), 2**31 - 1)))
+def test_columns_keep_every_bit(floats: list[float], integers: list[int]) -> None:
+    f, i = np.array(floats, np.float32), np.array(integers, np.int32)
+    assert unpack_float32(pack_float32(f)).tobytes() == f.tobytes()
+    assert unpack_int32(pack_int32(i)).tolist() == integers
+
+
+def span(**over: Any) -> events.Span:
+    columns = {"tokens": pack_int32(np.arange(4, dtype=np.int32)),
+               "logprobs": pack_float32(np.full(4, -0.5, np.float32))}  # fmt: skip
+    base = dict(group="g", slot=0, attempt=0, incarnation="i", sequence=1, source="model", turn=0, parent=-1, count=4,
+                versions=(events.VersionRun(3, 4),), stop_reason=None, engine=None, detail=None, timings_ms={},
+                mask=None, entropies=None)  # fmt: skip
+    return events.Span(**(base | columns | over))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("over", [
+    {"logprobs": None},
+    {"logprobs": pack_float32(np.array([-1, np.nan, -1, -1], np.float32))},
+    {"logprobs": pack_float32(np.array([-1, 0.5, -1, -1], np.float32))},
+    {"logprobs": pack_float32(np.zeros(3, np.float32))},
+    {"tokens": b"\0" * 12},
+    {"versions": (events.VersionRun(3, 3),)},
+    {"versions": (events.VersionRun(3, 5), events.VersionRun(4, -1))},
+    {"mask": b"\1"},
+    {"source": "nobody"},
+    {"source": "prompt"},
+])  # fmt: skip
+def test_span_that_contradicts_itself_is_invalid(over: dict[str, Any]) -> None:
+    span().check()
+    with pytest.raises(InvalidRecord):
+        span(**over).check()
+
+
+def payload(cut: int, attempt: int = 0, reward: float | None = 1.0, logprob: float = -0.5) -> events.GroupPayload:
+    """One episode of 2 prompt and 6 model tokens whose model span is cut after `cut` tokens."""
+
+    def part(a: int, b: int) -> events.PayloadSpan:
+        n = b - a
+        return events.PayloadSpan("model", 0, -1, n, (events.VersionRun(1, n),),
+                                  pack_int32(np.arange(a, b, dtype=np.int32)),
+                                  pack_float32(np.full(n, logprob, np.float32)), None)  # fmt: skip
+
+    prompt = events.PayloadSpan("prompt", 0, -1, 2, (), pack_int32(np.array([8, 9], np.int32)), None, None)
+    episode = events.PayloadEpisode(0, attempt, f"i{attempt}", "model_success", reward, 1.0,
+                                    (prompt, part(0, cut), part(cut, 6)), (attempt, cut))  # fmt: skip
+    return events.GroupPayload("g", events.Task("t", "s", "{}", 0), (episode,))
+
+
+def test_content_hash_covers_what_is_trained_and_not_how_it_came() -> None:
+    same = content_hash(payload(2))
+    assert content_hash(payload(4, attempt=1)) == same
+    assert content_hash(payload(2, reward=0.0)) != same
+    assert content_hash(payload(2, reward=None)) != same
+    assert content_hash(payload(2, logprob=-0.25)) != same
+
+
+def test_payload_is_chunked_and_put_together_only_when_whole() -> None:
+    chunks = to_chunks(payload(3), limit=50)
+    assert len(chunks) > 3 and from_chunks(chunks) == payload(3)
+    for wrong in (chunks[:-1], chunks[1:], [*chunks, chunks[-1]], chunks[::-1], []):
+        with pytest.raises(InvalidRecord):
+            from_chunks(wrong)
+
+
+def test_chain_links_each_record_to_the_one_before() -> None:
+    chain = Chain()
+    first = events.Addendum(**chain.link(), cause=1, kind="late", group="g", slot=0, attempt=0, model_tokens=3)
+    assert (first.number, first.previous) == (0, GENESIS)
+    value = chain.extend(first)
+    assert chain.link() == {"number": 1, "previous": digest(value)}
+    assert Chain.after(first, value).link() == chain.link()
+    with pytest.raises(ValueError, match="does not continue"):
+        chain.extend(first)
+
+
+@pytest.mark.parametrize("run", ["", "Demo", "a b", "-a", "a.", "x" * 65, "a/b"])
+def test_run_id_that_cannot_name_a_topic_is_refused(run: str) -> None:
+    with pytest.raises(SettingsError, match="run id"):
+        RunTopics(run)
+
+
+def test_schema_files_hold_nothing_else() -> None:
+    folder = Path(str(resources.files("headrace.schemas") / "avro"))
+    assert {f.name.split(".")[0] for f in folder.iterdir()} == {cls.__name__ for cls in CLASSES}
