@@ -1,0 +1,457 @@
+"""Decides what became of each attempt, slot and group: a deterministic fold over one partition of `trajectories`.
+
+No client, thread or clock of the machine is used here: the same records give the same effects, so a restart is a
+replay. The decisions, in one place:
+
+- Only an opening lease opens a group; a record of a group that isn't open is `late` and opens nothing.
+- An event counts if a lease named its incarnation for its slot and attempt; else it is `foreign`. Events of an attempt
+  that isn't the one by which its slot ends (an earlier one, or one leased after the slot's end) are `superseded`: they
+  change nothing but the closure's token accounts.
+- An equal repeat is `duplicate`. A repeat with other content, a gap in the sequence, and an event that contradicts the
+  protocol end the attempt as an infrastructure failure at once. Events after an attempt's own end are `late`.
+- A slot ends with a trainable outcome, or when its attempts are used up. `unknown` on every attempt allowed is the
+  model's failure; one recorded fault of ours among them makes it infrastructure. A failure that no scorer had to judge
+  (attempts or token budget spent) has reward 0.
+- A trainable outcome without a finite reward is a failure of the scorer.
+- The slots that count are the first `group_size` by number that have not failed; the group closes when they have all
+  ended, or at its deadline. A record that arrives with the deadline is applied before the deadline is.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from xxhash import xxh3_64_intdigest
+
+from headrace.schemas.codec import decode
+from headrace.schemas.errors import InvalidRecord, RecordError
+from headrace.schemas.events import (
+    Addendum,
+    AttemptEnded,
+    EpisodeEnded,
+    EpisodeStarted,
+    Event,
+    Exhausted,
+    GroupClosed,
+    GroupPayload,
+    GroupSpec,
+    Kinds,
+    Lease,
+    PayloadEpisode,
+    SlotFate,
+    Span,
+    Task,
+    VersionRun,
+)
+from headrace.schemas.hashes import GENESIS
+from headrace.schemas.outcomes import (
+    REASON_BUDGET_SPENT,
+    REASON_CONFLICTING_REPEAT,
+    REASON_DEADLINE,
+    REASON_EXHAUSTED,
+    REASON_SCORER_FAILED,
+    REASON_SEQUENCE_GAP,
+    Account,
+    Boundary,
+    Closure,
+    Outcome,
+    Purpose,
+    Source,
+)
+from headrace.schemas.topics import TRAJECTORIES
+
+from .clock import LogClock
+
+REASON_INVALID_EVENT = "invalid_event"
+REASON_SURPLUS = "surplus"
+# The producer doesn't know of an end that the fold decided, and may still be at work.
+ENDED_BY_FOLD = frozenset({REASON_BUDGET_SPENT, REASON_CONFLICTING_REPEAT, REASON_DEADLINE, REASON_INVALID_EVENT,
+                           REASON_SEQUENCE_GAP, REASON_SURPLUS})  # fmt: skip
+FLAG_ZERO_VARIANCE = "zero_variance"
+ACCOUNT_CANDIDATE = "candidate"  # of a closure: its disposition decides later
+
+UNLINKED: dict[str, Any] = {"number": -1, "previous": GENESIS}  # until a commit gives the record its place
+
+EpisodeEvent = EpisodeStarted | Span | EpisodeEnded
+
+
+class RecordLike(Protocol):
+    @property
+    def offset(self) -> int: ...
+    @property
+    def timestamp_ms(self) -> int: ...
+    @property
+    def value(self) -> bytes | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The input record at `cause` goes to `deadletter`."""
+
+    cause: int
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A closure. `payload` says what a candidate carries: its episodes with their events' offsets, no spans yet."""
+
+    record: GroupClosed
+    payload: GroupPayload | None
+
+    @property
+    def cause(self) -> int:
+        return self.record.cause
+
+
+# Records carry `UNLINKED` in place of their position in the chain.
+Effect = AttemptEnded | Closed | Addendum | Refused
+
+
+def read_event(value: bytes | None) -> Event | RecordError:
+    """A record of `trajectories`, or what is wrong with it."""
+    try:
+        event = decode(value)
+        if not isinstance(event, Kinds.BY_TOPIC[TRAJECTORIES]):
+            raise InvalidRecord(f"a {type(event).__name__} does not belong into {TRAJECTORIES}")
+        if isinstance(event, Span):
+            event.check()
+    except RecordError as error:
+        return error
+    return event
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What is known of one attempt. Its events are kept as 16 bytes each: offset and hash, by sequence."""
+
+    number: int
+    incarnation: str
+    offsets: array[int] = field(default_factory=lambda: array("q"))
+    hashes: array[int] = field(default_factory=lambda: array("Q"))
+    beyond: dict[int, int] = field(default_factory=dict)  # hashes after a gap, by sequence
+    model_tokens: int = 0
+    context_tokens: int = 0
+    runs: list[list[int]] = field(default_factory=list)  # [version, count]
+    temperature: float = math.nan
+    reported: bool = False  # its own EpisodeEnded has been seen
+    outcome: Outcome | None = None  # None: it runs
+
+    def known(self, sequence: int) -> int | None:
+        if 0 <= sequence < len(self.hashes):
+            return self.hashes[sequence]
+        return self.beyond.get(sequence)
+
+    def count(self, event: EpisodeEvent) -> None:
+        if not isinstance(event, Span):
+            return
+        if event.source != Source.MODEL:
+            self.context_tokens += event.count
+            return
+        self.model_tokens += event.count
+        for run in event.versions:
+            if self.runs and self.runs[-1][0] == run.version:
+                self.runs[-1][1] += run.count
+            else:
+                self.runs.append([run.version, run.count])
+
+
+@dataclass(slots=True)
+class _Slot:
+    number: int
+    attempts: dict[int, _Attempt] = field(default_factory=dict)
+    current: _Attempt | None = None  # the newest; once ended, the one that decided
+    ended: bool = False
+    ended_at: int = -1
+    outcome: Outcome = Outcome.UNKNOWN
+    reason: str = ""
+    boundary: str = Boundary.NONE
+    reward: float | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.ended and not self.outcome.trainable
+
+
+@dataclass(slots=True)
+class _Group:
+    id: str
+    opened: int  # offset
+    opened_ms: int
+    before: tuple[int, int]  # the clock just before the opening record
+    purpose: str
+    unmanaged: bool
+    spec: GroupSpec
+    task: Task
+    slots: list[_Slot]
+
+    def counting(self) -> list[_Slot]:
+        return [slot for slot in self.slots if not slot.failed][: self.spec.group_size]
+
+
+class Fold:
+    """Feed it every record of a partition in order, from a position's low mark and with the clock as it stood there."""
+
+    def __init__(self, clock: LogClock | None = None) -> None:
+        self.clock = clock or LogClock()
+        self._open: dict[str, _Group] = {}  # in order of opening
+        self._due: list[tuple[int, int, str]] = []  # heap of (clock, opened, group)
+        self._effects: list[Effect] = []
+        self._at = -1
+
+    @property
+    def open_groups(self) -> int:
+        return len(self._open)
+
+    def is_open(self, group: str) -> bool:
+        return group in self._open
+
+    def low_mark(self, position: int) -> tuple[int, int, int]:
+        """(offset, clock, timestamp) from which a restart at `position` must replay."""
+        for group in self._open.values():
+            return (group.opened, *group.before)
+        return position, self.clock.now_ms, self.clock.last_ms
+
+    def apply(self, record: RecordLike, event: Event | RecordError | None = None) -> list[Effect]:
+        """What this record decides. `event` spares a second decoding; it must be `read_event(record.value)`."""
+        event = read_event(record.value) if event is None else event
+        before = (self.clock.now_ms, self.clock.last_ms)
+        now = self.clock.see(record.timestamp_ms)
+        self._effects, self._at = [], record.offset
+        if isinstance(event, EpisodeStarted | Span | EpisodeEnded):
+            self._event(event, record.value or b"")
+        elif isinstance(event, RecordError):
+            self._effects.append(Refused(self._at, type(event).__name__, str(event)))
+        elif isinstance(event, Lease):
+            self._lease(event, now, before)
+        elif isinstance(event, Exhausted):
+            self._exhausted(event)
+        while self._due and self._due[0][0] <= now:
+            _, opened, name = heapq.heappop(self._due)
+            group = self._open.get(name)
+            if group is not None and group.opened == opened:
+                self._expire(group)
+        return self._effects
+
+    # ------------------------------------------------------------------------------------------------- leases
+
+    def _lease(self, lease: Lease, now: int, before: tuple[int, int]) -> None:
+        group = self._open.get(lease.group)
+        if group is None:
+            if not lease.opens:
+                return  # its group has closed: a lease changes nothing then
+            spec = lease.spec
+            group = _Group(lease.group, self._at, now, before, lease.purpose, lease.unmanaged, spec, lease.task,
+                           [_Slot(i) for i in range(spec.slots)])  # fmt: skip
+            self._open[lease.group] = group
+            wait = spec.max_age_s if spec.on_deadline == "wait" else spec.deadline_s
+            heapq.heappush(self._due, (now + round(wait * 1000), self._at, lease.group))
+        for assignment in lease.assignments:
+            if not 0 <= assignment.slot < len(group.slots):
+                continue
+            slot = group.slots[assignment.slot]
+            if assignment.attempt in slot.attempts:
+                continue
+            attempt = slot.attempts[assignment.attempt] = _Attempt(assignment.attempt, lease.incarnation)
+            if not slot.ended and (slot.current is None or slot.current.number < attempt.number):
+                slot.current = attempt
+        self._close_if_complete(group)  # a group without slots is complete
+
+    def _exhausted(self, event: Exhausted) -> None:
+        group = self._open.get(event.group)
+        if group is None or not 0 <= event.slot < len(group.slots):
+            return
+        slot = group.slots[event.slot]
+        if not slot.ended and (slot.current is None or slot.current.number == event.attempt):
+            self._end_slot(group, slot, Outcome.INFRA_FAILURE, event.reason, Boundary.PRODUCER, None)
+            self._close_if_complete(group)
+
+    # ------------------------------------------------------------------------------------------------- events
+
+    def _event(self, event: EpisodeEvent, value: bytes) -> None:
+        group = self._open.get(event.group)
+        if group is None:
+            self._add("late", event)
+            return
+        slot = group.slots[event.slot] if 0 <= event.slot < len(group.slots) else None
+        attempt = slot.attempts.get(event.attempt) if slot else None
+        if slot is None or attempt is None or attempt.incarnation != event.incarnation:
+            self._add("foreign", event)
+            return
+        runs = attempt is slot.current and attempt.outcome is None and not slot.ended
+        digest = xxh3_64_intdigest(value)
+        known = attempt.known(event.sequence)
+        if known is not None:
+            self._add("duplicate" if known == digest else "conflict", event)
+            if known != digest and runs:
+                said = (f"event {event.sequence} of {event.group}, slot {event.slot}, attempt {event.attempt} came "
+                        "before with other content")  # fmt: skip
+                self._effects.append(Refused(self._at, InvalidRecord.__name__, said))
+                self._fail(group, slot, REASON_CONFLICTING_REPEAT, Boundary.PRODUCER)
+            return
+        if attempt.reported:
+            self._add("late", event)
+            return
+        gap = event.sequence != len(attempt.hashes)
+        if gap:
+            attempt.beyond[event.sequence] = digest
+        else:
+            attempt.hashes.append(digest)
+            attempt.offsets.append(self._at)
+        attempt.count(event)
+        attempt.reported = isinstance(event, EpisodeEnded)
+        if not runs:
+            return
+        if gap:
+            self._fail(group, slot, REASON_SEQUENCE_GAP, Boundary.LOG)
+        elif isinstance(event, EpisodeStarted) != (event.sequence == 0) and not (
+            isinstance(event, EpisodeEnded) and event.outcome not in ("model_success", "model_failure")
+        ):
+            self._fail(group, slot, REASON_INVALID_EVENT, Boundary.PRODUCER)
+        elif isinstance(event, EpisodeStarted):
+            attempt.temperature = event.temperature
+        elif isinstance(event, EpisodeEnded):
+            self._ended(group, slot, event)
+
+    def _ended(self, group: _Group, slot: _Slot, event: EpisodeEnded) -> None:
+        reward = event.reward if event.reward is not None and math.isfinite(event.reward) else None
+        if event.outcome not in set(Outcome):
+            self._fail(group, slot, REASON_INVALID_EVENT, Boundary.PRODUCER)
+        elif Outcome(event.outcome).trainable and reward is None:
+            self._end(group, slot, Outcome.INFRA_FAILURE, REASON_SCORER_FAILED, Boundary.SCORER, None)
+        else:
+            self._end(group, slot, Outcome(event.outcome), event.reason, event.boundary, reward)
+
+    def _fail(self, group: _Group, slot: _Slot, reason: str, boundary: Boundary) -> None:
+        self._end(group, slot, Outcome.INFRA_FAILURE, reason, boundary, None)
+
+    def _end(self, group: _Group, slot: _Slot, outcome: Outcome, reason: str, boundary: str,
+             reward: float | None) -> None:  # fmt: skip
+        """The slot's current attempt is over; so is the slot, unless another attempt is allowed."""
+        attempt = slot.current
+        assert attempt is not None
+        attempt.outcome = outcome
+        if outcome.trainable:
+            self._end_slot(group, slot, outcome, reason, boundary, reward)
+        elif attempt.number + 1 < group.spec.max_attempts:
+            self._attempt_ended(group, slot, outcome, reason, boundary, reward, ends_slot=False)
+        elif all(one.outcome == Outcome.UNKNOWN for one in slot.attempts.values()):
+            self._end_slot(group, slot, Outcome.MODEL_FAILURE, REASON_EXHAUSTED, Boundary.MODEL, 0.0)
+        else:
+            self._end_slot(group, slot, outcome, reason, boundary, reward)
+        self._close_if_complete(group)
+
+    def _end_slot(self, group: _Group, slot: _Slot, outcome: Outcome, reason: str, boundary: str,
+                  reward: float | None) -> None:  # fmt: skip
+        slot.ended, slot.ended_at = True, self._at
+        slot.outcome, slot.reason, slot.boundary, slot.reward = outcome, reason, boundary, reward
+        self._attempt_ended(group, slot, outcome, reason, boundary, reward, ends_slot=True)
+
+    def _attempt_ended(self, group: _Group, slot: _Slot, outcome: Outcome, reason: str, boundary: str,
+                       reward: float | None, *, ends_slot: bool) -> None:  # fmt: skip
+        attempt = slot.current or _Attempt(-1, "")
+        self._effects.append(AttemptEnded(
+            **UNLINKED, cause=self._at, group=group.id, slot=slot.number, attempt=attempt.number,
+            incarnation=attempt.incarnation, outcome=outcome, reason=reason, boundary=boundary, reward=reward,
+            model_tokens=attempt.model_tokens, ends_slot=ends_slot,
+        ))  # fmt: skip
+
+    def _add(self, kind: str, event: EpisodeEvent) -> None:
+        tokens = event.count if isinstance(event, Span) and event.source == Source.MODEL else 0
+        self._effects.append(Addendum(**UNLINKED, cause=self._at, kind=kind, group=event.group, slot=event.slot,
+                                      attempt=event.attempt, model_tokens=tokens))  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------------- closures
+
+    def _close_if_complete(self, group: _Group) -> None:
+        if all(slot.ended for slot in group.counting()):
+            self._close(group, expired=False)
+
+    def _expire(self, group: _Group) -> None:
+        counting = {slot.number for slot in group.counting()}
+        for slot in group.slots:
+            if slot.ended or slot.number not in counting:
+                continue
+            attempt, budget = slot.current, max(1, group.spec.max_tokens)
+            if attempt is not None and attempt.outcome is None and attempt.model_tokens >= budget:
+                self._end_slot(group, slot, Outcome.MODEL_FAILURE, REASON_BUDGET_SPENT, Boundary.MODEL, 0.0)
+            else:
+                self._end_slot(group, slot, Outcome.INFRA_FAILURE, REASON_DEADLINE, Boundary.PRODUCER, None)
+        self._close(group, expired=True)
+
+    def _close(self, group: _Group, *, expired: bool) -> None:
+        counting = group.counting()
+        # At a deadline, reserves that still run can't stand in any more: only what has ended counts.
+        survivors = [slot for slot in (group.slots if expired else counting) if slot.ended and slot.outcome.trainable]
+        survivors = survivors[: group.spec.group_size]
+        held_up_by = max(group.slots, key=lambda s: (s.ended_at, -s.number)).number if group.slots else -1
+        for slot in group.slots:
+            if not slot.ended:
+                self._end_slot(group, slot, Outcome.UNKNOWN, REASON_SURPLUS, Boundary.NONE, None)
+        closure, flagged = self._closure(group, survivors, expired)
+        counted = {slot.number for slot in survivors}
+        record = GroupClosed(
+            **UNLINKED, cause=self._at, group=group.id, closure=closure, purpose=group.purpose, task=group.task.id,
+            opened=group.opened, open_ms=self.clock.now_ms - group.opened_ms, flagged=flagged,
+            slots=tuple(_fate(slot, slot.number in counted) for slot in group.slots),
+            accounts=_accounts(group, counted, closure),
+            context_tokens=sum(a.context_tokens for slot in group.slots for a in slot.attempts.values()),
+            content_hash=None, samples=(), held_up_by=held_up_by,
+        )  # fmt: skip
+        payload = GroupPayload(group.id, group.task, tuple(_episodes(survivors)))
+        del self._open[group.id]
+        self._effects.append(Closed(record, payload if closure == Closure.CANDIDATE else None))
+
+    @staticmethod
+    def _closure(group: _Group, survivors: list[_Slot], expired: bool) -> tuple[Closure, str | None]:
+        spec = group.spec
+        if group.unmanaged:
+            return Closure.UNMANAGED, None
+        if group.purpose != Purpose.TRAIN:
+            return Closure.EVALUATED, None
+        if expired and spec.on_deadline == "cancel":
+            return Closure.EXPIRED, None
+        if len(survivors) < max(1, spec.min_survivors):
+            return Closure.TOO_FEW_SURVIVORS, None
+        if spec.group_size > 1 and len({slot.reward for slot in survivors}) == 1:
+            if spec.zero_variance == "keep":
+                return Closure.CANDIDATE, FLAG_ZERO_VARIANCE
+            return Closure.ZERO_VARIANCE, None
+        return Closure.CANDIDATE, None
+
+
+def _fate(slot: _Slot, counted: bool) -> SlotFate:
+    attempt = slot.current or _Attempt(-1, "")
+    return SlotFate(slot.number, attempt.number, attempt.incarnation, slot.outcome, slot.reason, slot.boundary,
+                    slot.reward, counted, attempt.model_tokens, attempt.context_tokens,
+                    tuple(VersionRun(version, count) for version, count in attempt.runs))  # fmt: skip
+
+
+def _accounts(group: _Group, counted: set[int], closure: Closure) -> dict[str, int]:
+    """Model tokens of the group's leased attempts, by account. (Foreign, late and repeated ones are in addenda.)"""
+    accounts: dict[str, int] = {}
+    for slot in group.slots:
+        for attempt in slot.attempts.values():
+            if attempt is not slot.current:
+                account = str(Account.SUPERSEDED)
+            elif slot.number in counted:
+                account = ACCOUNT_CANDIDATE if closure == Closure.CANDIDATE else str(Account.EXCLUDED)
+            else:
+                account = str(Account.SURPLUS if slot.outcome.trainable else Account.EXCLUDED)
+            if attempt.model_tokens:
+                accounts[account] = accounts.get(account, 0) + attempt.model_tokens
+    return accounts
+
+
+def _episodes(survivors: list[_Slot]) -> Iterator[PayloadEpisode]:
+    for slot in survivors:
+        attempt = slot.current
+        assert attempt is not None
+        yield PayloadEpisode(slot.number, attempt.number, attempt.incarnation, slot.outcome, slot.reward,
+                             attempt.temperature, (), tuple(attempt.offsets))  # fmt: skip
