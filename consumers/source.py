@@ -1,0 +1,80 @@
+"""What a reader of a whole run reads from: each partition's retained records, as of one moment.
+
+A run goes on while it is read, so the moment has two edges. Everything below `settled` was committed before the
+snapshot's upper edge was taken in any partition, and the upper edges are taken in the order in which records name each
+other (`policy` names `batches`, which names `groups`, ...). So a record below its lower edge finds whatever it refers
+to, and whatever had to be written together with it, below the upper edges.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from headrace.schemas.topics import (
+    ALL_TOPICS,
+    BATCHES,
+    DEADLETTER,
+    EVALS,
+    FLEET,
+    GROUPS,
+    POLICY,
+    SAMPLES,
+    TASKS,
+    TRAJECTORIES,
+    WEIGHTS,
+    RunTopics,
+)
+from headrace.streams.log.clients import KafkaConfig
+from headrace.streams.log.reader import Reader, Record, beginning_offsets, end_offsets
+
+# Referring topics before those that they refer to.
+_CUT_ORDER = (POLICY, WEIGHTS, BATCHES, GROUPS, SAMPLES, DEADLETTER, TRAJECTORIES, TASKS, FLEET, EVALS)
+# A transaction's markers reach its partitions one after another; so long we wait between the two edges.
+_MARKERS_S = 0.2
+
+
+class LogSource(Protocol):
+    """Topics are named without prefix and run."""
+
+    run: str
+
+    def partitions(self, topic: str) -> int:
+        """How many; numbered from 0."""
+
+    def first(self, topic: str, partition: int) -> int:
+        """The first retained offset; what lies below was deleted on purpose."""
+
+    def settled(self, topic: str, partition: int) -> int:
+        """The lower edge: what must exist because of a record below it does exist in `records`."""
+
+    def records(self, topic: str, partition: int) -> Iterator[Record]:
+        """All retained records below the upper edge, in order."""
+
+
+class Snapshot:
+    """A LogSource over Kafka: read-committed, no consumer group."""
+
+    def __init__(self, kafka: KafkaConfig, topics: RunTopics):
+        self.run = topics.run
+        self._kafka, self._topics = kafka, topics
+        self._first = {topic: beginning_offsets(kafka, topics.name(topic)) for topic in ALL_TOPICS}
+        self._settled = {topic: end_offsets(kafka, topics.name(topic)) for topic in ALL_TOPICS}
+        time.sleep(_MARKERS_S)
+        self._end = {topic: end_offsets(kafka, topics.name(topic)) for topic in _CUT_ORDER}
+
+    def partitions(self, topic: str) -> int:
+        return len(self._end[topic])
+
+    def first(self, topic: str, partition: int) -> int:
+        return self._first[topic][partition]
+
+    def settled(self, topic: str, partition: int) -> int:
+        return self._settled[topic][partition]
+
+    def records(self, topic: str, partition: int) -> Iterator[Record]:
+        with Reader(self._kafka) as reader:
+            yield from reader.read(
+                self._topics.name(topic), partition, self._first[topic][partition], self._end[topic][partition]
+            )
