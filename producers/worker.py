@@ -74,10 +74,10 @@ class _Job:
 
 class Worker:
     def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, engine: Engine,
-                 receiver: Receiver, *, name: str, capacity: int) -> None:  # fmt: skip
+                 receiver: Receiver, *, name: str, incarnation: str, capacity: int) -> None:  # fmt: skip
         self._topics, self._settings = topics, settings
         self._engine, self._receiver = engine, receiver
-        self.name, self.incarnation = name, uuid.uuid4().hex
+        self.name, self.incarnation = name, incarnation
         self._capacity = capacity
         self._outbox = Outbox(kafka)
         self._host = EnvironmentHost(settings.tasks.source)
@@ -112,6 +112,8 @@ class Worker:
         progress = self._engine.step()
         for one in progress:
             self._progressed(one)
+        if progress:
+            self._receiver.sampled(progress[-1].version)
         self._outbox.poll()
         now = time.monotonic()
         for job in self._decoding.values():
@@ -234,7 +236,6 @@ class Worker:
 
     def _take_weights(self) -> None:
         for clock in self._receiver.apply_ready(self._engine):
-            log.info("worker %s serves version %d", self.name, clock.version)
             self._put_fleet(clock)
 
     def _submit(self) -> None:
@@ -310,18 +311,24 @@ def run_worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSetting
     """
     import torch
 
-    from .engines.hf import HFEngine
+    from .engines.hf import HfEngine
 
     if threads:
         torch.set_num_threads(threads)
     model = settings.model
-    engine = HFEngine(model.path, slots=slots, max_tokens=model.max_length, dtype=model.dtype,
-                      compute_dtype=model.compute_dtype, device=device)  # fmt: skip
-    receiver = Receiver(kafka, topics, worker=name or _default_name())
+    name, incarnation = name or _default_name(), uuid.uuid4().hex
+
+    def load(slots: int) -> HfEngine:
+        return HfEngine(model.path, slots=slots, max_tokens=model.max_length, dtype=model.dtype,
+                        compute_dtype=model.compute_dtype, device=device)  # fmt: skip
+
+    engine = load(slots)
+    receiver = Receiver(kafka, topics, worker=name, incarnation=incarnation, initial=lambda: load(1).served_arrays())
     try:
         if not receiver.load(engine, stop):
             return
-        worker = Worker(kafka, topics, settings, engine, receiver, name=name or _default_name(), capacity=2 * slots)
+        worker = Worker(kafka, topics, settings, engine, receiver, name=name, incarnation=incarnation,
+                        capacity=2 * slots)  # fmt: skip
         worker.run(stop)
     finally:
         receiver.close()

@@ -1,0 +1,128 @@
+"""Decides which publications lead from one version's weights to another's, and proves what they bring."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from headrace.schemas import delta
+from headrace.schemas.codec import decode
+from headrace.schemas.errors import DamagedWeights, UndecodableRecord, WeightsRefused, WrongBase
+from headrace.schemas.events import Publication, WeightChunk
+from headrace.schemas.topics import POLICY, WEIGHTS, RunTopics
+from headrace.streams.log.policy import open_settings
+from headrace.streams.log.reader import Reader, Record, beginning_offsets, end_offsets
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A publication and its place in `policy`."""
+
+    offset: int
+    record: Publication
+
+
+class Publications:
+    """Every version that exists for receivers, from the records of `policy`."""
+
+    def __init__(self) -> None:
+        self._by_version: dict[int, list[Published]] = {}
+        self.newest = -1
+
+    def note(self, record: Record) -> bool:
+        """Whether the record is a publication; raises UndecodableRecord."""
+        event = decode(record.value)
+        if not isinstance(event, Publication):
+            return False
+        self._by_version.setdefault(event.version, []).append(Published(record.offset, event))
+        self.newest = max(self.newest, event.version)
+        return True
+
+    def initial(self) -> Publication | None:
+        """Version 0, as a model folder."""
+        return next((p.record for p in self._by_version.get(0, ()) if p.record.kind == delta.PATH), None)
+
+    def route(self, start: int | None, target: int, without: Collection[int] = ()) -> list[Published]:
+        """The publications with the fewest bytes that lead from version `start` to `target`; None starts from nothing,
+        so that the first is a snapshot or the model folder. Those at the policy offsets `without` don't exist. Raises
+        WrongBase where there is no way."""
+        found: list[list[Published]] = []
+        tail: list[Published] = []
+        at = target
+        while at > (-1 if start is None else start):
+            known = [p for p in reversed(self._by_version.get(at, ())) if p.offset not in without]
+            bases = (delta.SNAPSHOT,) if start is not None else (delta.SNAPSHOT, delta.PATH)
+            found += [[p, *tail] for p in known if p.record.kind in bases][:1]
+            step = next((p for p in known if p.record.kind == delta.DELTA and p.record.base < at), None)
+            if step is None:
+                break
+            tail, at = [step, *tail], step.record.base
+        if at == start:
+            found.append(tail)
+        if not found:
+            raise WrongBase(
+                f"there is no way to version {target} from "
+                f"{'any full weights' if start is None else f'version {start}, which is served here'}: the chain of "
+                f"deltas breaks at version {at} and no later snapshot is published; the next one will be taken"
+            )
+        return min(found, key=lambda way: sum(p.record.size for p in way))
+
+
+def fetch(reader: Reader, topics: RunTopics, publication: Publication) -> list[WeightChunk]:
+    """The chunks that a publication names. Raises DamagedWeights where one isn't a chunk, DataLossError where one is no
+    longer retained."""
+    name = topics.name(WEIGHTS)
+    records = reader.read_at(name, 0, publication.chunks)
+    chunks = []
+    for offset in publication.chunks:
+        try:
+            event = decode(records[offset].value)
+        except UndecodableRecord as error:
+            raise DamagedWeights(f"{name}[0]@{offset}: {error}") from error
+        if not isinstance(event, WeightChunk):
+            raise DamagedWeights(f"{name}[0]@{offset}: a {type(event).__name__} where weights should be")
+        chunks.append(event)
+    return chunks
+
+
+def served_state(kafka: Mapping[str, Any], topics: RunTopics, model: Arrays, version: int) -> dict[str, NDArray[Any]]:
+    """The served weights of `version`, from those of version 0 (`model`: name -> bits, left as they are) and what was
+    published. Raises WrongBase where `model` isn't what the run began with or where no way leads to that version."""
+    dtype = open_settings(kafka, topics).settings.model.dtype
+    publications = _read_all(kafka, topics)
+    first = check_initial(publications, topics, delta.as_state(model, dtype))
+    state = delta.copy_state(delta.as_state(model, dtype))
+    at, served_hash = 0, first.served_hash
+    with Reader(kafka) as reader:
+        for published in publications.route(0, version):
+            record = published.record
+            delta.verify_and_apply(state, at, served_hash, record, fetch(reader, topics, record))
+            at, served_hash = record.version, record.served_hash
+    return {name: tensor.bits for name, tensor in state.items()}
+
+
+def _read_all(kafka: Mapping[str, Any], topics: RunTopics) -> Publications:
+    name, publications = topics.name(POLICY), Publications()
+    with Reader(kafka) as reader:
+        for record in reader.read(name, 0, beginning_offsets(kafka, name)[0], end_offsets(kafka, name)[0]):
+            publications.note(record)
+    return publications
+
+
+def check_initial(publications: Publications, topics: RunTopics, model: delta.State) -> Publication:
+    """Version 0's publication, which `model` must be."""
+    first = publications.initial()
+    if first is None:
+        raise WeightsRefused(f"run {topics.run!r} has no version 0 yet: start its trainer")
+    if (found := delta.state_hash(model)) != first.served_hash:
+        raise WrongBase(
+            f"the model that was loaded here has weights {found.hex()}, the run began with {first.served_hash.hex()} "
+            f"({first.path}): give every machine the same model folder and published dtype"
+        )
+    return first
