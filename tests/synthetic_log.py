@@ -62,6 +62,7 @@ SETTINGS = RunSettings.model_validate(
     }
 )
 PROMPT, TOKENS = 3, 4  # tokens of each prompt, and of each model span
+EPISODE_TOKENS = 2 * TOKENS
 
 
 @dataclass
@@ -539,4 +540,4 @@ def synthetic_run() -> SyntheticRun:
     return run
 
 
-__all__ = ["SETTINGS", "SPEC", "TOKENS", "SyntheticRun", "synthetic_run"]
+__all__ = ["EPISODE_TOKENS", "SETTINGS", "SPEC", "TOKENS", "SyntheticRun", "synthetic_run"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from headrace.consumers.ledger import audit
+from tests.synthetic_log import EPISODE_TOKENS as EPISODE
 from tests.synthetic_log import TOKENS, SyntheticRun, synthetic_run
 
-EPISODE = 2 * TOKENS  # model tokens of one synthetic episode
 GROUP = 2 * EPISODE
 
 
