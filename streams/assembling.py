@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -41,6 +40,7 @@ from .log import clients
 from .log.reader import Reader, Record, beginning_offsets, read_at, read_backwards
 from .log.transactions import Output, Send, Transactor
 from .progress import Progress
+from .ticking import Ticker
 
 log = logging.getLogger("headrace.assembler")
 
@@ -61,7 +61,7 @@ def run_assembler(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSett
         parts = {p: _Partition(kafka, topics, p, begin[p], SPAN_BYTES // len(owned)) for p in owned}
         for part in parts.values():
             stack.callback(part.close)
-        ticker = _Ticker(kafka, name)
+        ticker = Ticker(kafka, name, Tick)
         stack.callback(ticker.close)
         reader = stack.enter_context(Reader(kafka, {(name, p): part.progress.read_from for p, part in parts.items()}))
         log.info("assembling %d partitions of %s", len(owned), name)
@@ -219,23 +219,3 @@ class _Partition:
 
     def close(self) -> None:
         self._transactor.close()
-
-
-class _Ticker:
-    """Writes ticks. One that waits for the broker is enough: an outage must not end in a flood of them."""
-
-    def __init__(self, kafka: Mapping[str, Any], topic: str) -> None:
-        self._producer = clients.producer(kafka)
-        self._topic, self._writer = topic, uuid.uuid4().hex
-        self._numbers: dict[int, int] = {}
-
-    def tick(self, partition: int) -> None:
-        self._producer.poll(0)
-        if len(self._producer) > len(self._numbers):
-            return
-        number = self._numbers.get(partition, 0)
-        self._numbers[partition] = number + 1
-        self._producer.produce(self._topic, encode(Tick(self._writer, number)), partition=partition)
-
-    def close(self) -> None:
-        self._producer.flush(5)

@@ -1,0 +1,186 @@
+"""Which candidates make a batch, and when: manifests, dispositions, and the judgement that a run gets nowhere.
+
+Batch n trains v(n-1) into v(n); its manifest is written once n <= committed version + 1 + `max_ahead`. Candidates are
+taken in the order in which their groups were completed. Staleness is that of the batch's target; a candidate without a
+trainable token left for the next target has none for a later one either, so it is disposed of as `stale` at once, which
+gives its place back. When the task source has ended and nothing is open, what is left makes a last, shorter batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.schemas.chain import Chain
+from headrace.schemas.columns import pack_float32, pack_int32
+from headrace.schemas.errors import NoProgress, TooUniform
+from headrace.schemas.events import Disposed, GroupClosed, GroupRef, Manifest, PartitionPosition, Version
+from headrace.schemas.outcomes import Closure, Disposition, Outcome
+from headrace.schemas.settings import RunSettings
+
+from .assembler import ACCOUNT_CANDIDATE
+from .staleness import Staleness, assess
+
+Entry = tuple[Manifest | Disposed, bytes]  # a record of `batches` and its bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A closure that waits for a batch."""
+
+    partition: int
+    offset: int
+    closure: GroupClosed
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    slot: int
+    version: int
+    count: int
+    staleness: Staleness
+
+
+class Batching:
+    def __init__(self) -> None:
+        self.batch = 0  # the newest decided
+        self.committed = -1
+        self.candidates: list[Candidate] = []
+        self.positions: dict[int, int] = {}  # of `groups`, read so far
+        self._chain = Chain()
+        self._sizes: dict[int, int] = {}  # groups of each batch whose version is not yet published
+        self._rho: dict[int, float] = {}
+        self._decided: set[str] = set()  # groups that `batches` names and whose closure is still to be read
+        self._marks: dict[int, int] = {}  # positions of the newest manifest
+        self._closures = self._solved = self._judged = 0  # since then
+
+    def unpublished(self, published: int) -> int:
+        """Groups in manifests whose version is not yet published."""
+        self._sizes = {batch: size for batch, size in self._sizes.items() if batch > published}
+        return sum(self._sizes.values())
+
+    # ------------------------------------------------------------------------------------------------- facts
+
+    def read(self, record: Manifest | Disposed, value: bytes) -> None:
+        """A record of `batches`; at a start these come before those of `groups`."""
+        self._chain = Chain.after(record, value)
+        self._decided |= {ref.group for ref in record.groups} if isinstance(record, Manifest) else {record.group}
+        if isinstance(record, Manifest):
+            self._manifested(record)
+
+    def version(self, version: Version) -> None:
+        self.committed = max(self.committed, version.version)
+        if version.rho_tokens > 0 and math.isfinite(version.rho):
+            self._rho[version.version] = version.rho
+
+    def closed(self, candidate: Candidate, *, trains: bool) -> None:
+        """A closure; `trains`: its group was opened for training by the coordinator."""
+        closure = candidate.closure
+        if not trains:
+            return
+        if candidate.offset >= self._marks.get(candidate.partition, 0):
+            self._closures += 1
+            outcomes = [fate.outcome for fate in closure.slots if Outcome(fate.outcome).trainable]
+            self._judged += len(outcomes)
+            self._solved += outcomes.count(Outcome.MODEL_SUCCESS)
+        if closure.group in self._decided:
+            self._decided.discard(closure.group)
+        elif closure.closure == Closure.CANDIDATE:
+            self.candidates.append(candidate)
+
+    def _manifested(self, manifest: Manifest) -> None:
+        self.batch = manifest.batch
+        self._sizes[manifest.batch] = len(manifest.groups)
+        self._marks = {one.partition: one.offset for one in manifest.positions}
+        self._closures = self._solved = self._judged = 0
+
+    # ------------------------------------------------------------------------------------------------- decisions
+
+    def decide(self, settings: RunSettings, settings_offset: int, now_ms: int, *, last: bool) -> list[Entry]:
+        """Manifests and dispositions that are due. `last`: nothing is open and no task is left, so a short batch is
+        due too. Raises TooUniform, or NoProgress where infrastructure fails, after `give_up_after` closures."""
+        out: list[Entry] = []
+        while self.candidates and self.batch < self.committed + 1 + settings.batch.max_ahead:
+            target = self.batch
+            taken: list[tuple[Candidate, list[_Segment]]] = []
+            for candidate in list(self.candidates):
+                if len(taken) == settings.batch.groups:
+                    break
+                segments = self._segments(candidate.closure, target, settings)
+                if any(segment.staleness.weight > 0 for segment in segments):
+                    taken.append((candidate, segments))
+                else:
+                    self.candidates.remove(candidate)
+                    out.append(self._put(Disposed(
+                        **self._chain.link(), group=candidate.closure.group, partition=candidate.partition,
+                        offset=candidate.offset, disposition=Disposition.STALE, reason=_stale(segments), target=target,
+                    )))  # fmt: skip
+            if not taken or len(taken) < settings.batch.groups and not last:
+                break
+            self.candidates = self.candidates[len(taken) :]
+            manifest = self._manifest(taken, settings_offset, now_ms)
+            out.append(self._put(manifest))
+            self._manifested(manifest)
+        if self._closures > settings.batch.give_up_after and len(self.candidates) < settings.batch.groups:
+            raise self._give_up(settings)
+        return out
+
+    def _put(self, record: Manifest | Disposed) -> Entry:
+        return record, self._chain.extend(record)
+
+    def _segments(self, closure: GroupClosed, target: int, settings: RunSettings) -> list[_Segment]:
+        out = []
+        for fate in closure.slots:
+            for run in fate.versions if fate.counted else ():
+                staleness = assess(run.version, target, self._rho, settings.staleness)
+                out.append(_Segment(fate.slot, run.version, run.count, staleness))
+        return out
+
+    def _manifest(self, taken: list[tuple[Candidate, list[_Segment]]], settings_offset: int, now_ms: int) -> Manifest:
+        rows = [(index, one) for index, (_, segments) in enumerate(taken) for one in segments]
+
+        def ints(values: Iterable[int]) -> bytes:
+            return pack_int32(np.array(list(values), np.int32))
+
+        return Manifest(
+            **self._chain.link(), batch=self.batch + 1, target=self.batch, settings_offset=settings_offset,
+            decided_ms=now_ms, groups=tuple(_reference(candidate, segments) for candidate, segments in taken),
+            positions=tuple(PartitionPosition(p, self.positions[p]) for p in sorted(self.positions)),
+            closures_since=self._closures,
+            segment_group=ints(index for index, _ in rows),
+            segment_slot=ints(one.slot for _, one in rows),
+            segment_version=ints(one.version for _, one in rows),
+            segment_count=ints(one.count for _, one in rows),
+            segment_drift=pack_float32(np.array([one.staleness.drift for _, one in rows], np.float32)),
+            segment_weight=pack_float32(np.array([one.staleness.weight for _, one in rows], np.float32)),
+        )  # fmt: skip
+
+    def _give_up(self, settings: RunSettings) -> NoProgress:
+        said = f"{self._closures} groups closed since batch {self.batch} and gave {len(self.candidates)} candidates"
+        if not self._judged:
+            return NoProgress(f"{said}: not one episode was judged, so the workers or the environment fail; see the "
+                              "reasons in `headrace show RUN episodes`")  # fmt: skip
+        rate = self._solved / self._judged
+        how, what = ("hard", "easier tasks or solved examples") if rate < 0.5 else ("easy", "harder tasks")
+        return TooUniform(f"{said}: the tasks are too {how} for this policy ({rate:.1%} of {self._judged} episodes "
+                          f"solved), so siblings' rewards are equal; take {what}, or raise batch.max_groups_per_batch "
+                          f"(now {settings.batch.give_up_after})")  # fmt: skip
+
+
+def _reference(candidate: Candidate, segments: list[_Segment]) -> GroupRef:
+    closure = candidate.closure
+    assert closure.content_hash is not None
+    return GroupRef(closure.group, candidate.partition, candidate.offset, closure.content_hash,
+                    closure.accounts.get(ACCOUNT_CANDIDATE, 0), max(one.staleness.lag for one in segments))  # fmt: skip
+
+
+def _stale(segments: list[_Segment]) -> str:
+    if not segments:
+        return "no model token"
+    return f"lag {min(one.staleness.lag for one in segments)} or more" + (
+        "" if any(math.isnan(one.staleness.drift) for one in segments)
+        else f", drift {min(one.staleness.drift for one in segments):.4f} or more"
+    )  # fmt: skip

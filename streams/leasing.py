@@ -1,0 +1,220 @@
+"""Who runs what: the slots of open groups, the workers that are alive, and what each has been leased.
+
+Facts come from `tasks`, `groups` and `fleet`; the order between these topics doesn't matter, since an attempt's end
+means something only while that attempt is the slot's newest.
+
+- A group goes to one worker where one has room for all of its waiting slots (the one with most room), else to several.
+- A worker is lost when its heartbeats stop for the timeout on the clock of `fleet`, or when a new incarnation of it
+  reports. Its slots wait for their next attempt; one without a next attempt is exhausted.
+- A lease handed back is no failure and uses no attempt up: the number goes on, the limit doesn't apply.
+- A group that a producer asked for is bound to it: nobody else runs its slots, so a lost or returned one is exhausted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from headrace.schemas.events import Assignment, AttemptEnded, Exhausted, HandBack, Heartbeat, Lease, LeaseEnded
+from headrace.schemas.outcomes import REASON_HANDED_BACK, REASON_WORKER_LOST, Purpose
+
+from .assembler import ENDED_BY_FOLD
+from .clock import LogClock
+
+REASON_SLOT_ENDED = "slot_ended"
+
+
+class _State(Enum):
+    WAITING = auto()
+    LEASED = auto()
+    ENDED = auto()
+
+
+@dataclass(slots=True)
+class _Slot:
+    attempt: int = -1  # the newest leased
+    incarnation: str = ""
+    lease: int = -1  # its number
+    state: _State = _State.WAITING
+
+
+@dataclass(slots=True)
+class OpenGroup:
+    opening: Lease
+    slots: list[_Slot]
+
+    @property
+    def bound(self) -> bool:
+        return self.opening.request is not None
+
+    @property
+    def waiting(self) -> list[int]:
+        return [number for number, slot in enumerate(self.slots) if slot.state is _State.WAITING]
+
+
+@dataclass(slots=True)
+class _Worker:
+    name: str
+    seen_ms: int
+    capacity: int = 0
+    managed: bool = False  # only such ones are given leases unasked
+    held: set[tuple[str, int]] = field(default_factory=set)  # (group, slot) that it runs
+
+    @property
+    def free(self) -> int:
+        return self.capacity - len(self.held) if self.managed else 0
+
+
+class Leasing:
+    """`timeout_ms` on the clock of `fleet` after which a silent worker is lost."""
+
+    def __init__(self, timeout_ms: int) -> None:
+        self.timeout_ms = timeout_ms
+        self.groups: dict[str, OpenGroup] = {}  # in order of opening
+        self.clock = LogClock()
+        self._workers: dict[str, _Worker] = {}  # by incarnation
+        self._replaced: set[str] = set()  # incarnations that a newer one of their worker has followed
+        self._waiting: dict[str, None] = {}  # groups with slots to lease, in order
+        self._overdue: list[LeaseEnded] = []  # to be written: returned, or to tell a worker what it can't know
+        self._lost: list[str] = []
+
+    def open_groups(self, purpose: Purpose) -> int:
+        return sum(group.opening.purpose == purpose for group in self.groups.values())
+
+    @property
+    def free(self) -> int:
+        """Slots that could be leased unasked."""
+        return sum(max(0, worker.free) for worker in self._workers.values())
+
+    # ------------------------------------------------------------------------------------------------- facts
+
+    def leased(self, lease: Lease) -> None:
+        if lease.opens:
+            self.groups[lease.group] = OpenGroup(lease, [_Slot() for _ in range(lease.spec.slots)])
+        group = self.groups[lease.group]
+        for one in lease.assignments:
+            group.slots[one.slot] = _Slot(one.attempt, lease.incarnation, lease.number, _State.LEASED)
+            self._worker(lease.incarnation, lease.worker).held.add((lease.group, one.slot))
+        self._sort(lease.group)
+
+    def lease_ended(self, event: LeaseEnded) -> list[Exhausted]:
+        """What of it has no next attempt."""
+        group = self.groups.get(event.group)
+        exhausted = []
+        for number in event.slots if group else ():
+            assert group is not None
+            slot = group.slots[number]
+            if slot.state is not _State.LEASED or slot.lease != event.number:
+                continue
+            self._release(event.group, number, slot)
+            slot.state = _State.WAITING
+            returned, lost = event.reason == REASON_HANDED_BACK, event.reason == REASON_WORKER_LOST
+            last = slot.attempt + 1 >= group.opening.spec.max_attempts
+            if (group.bound and (returned or lost)) or (lost and last):
+                slot.state = _State.ENDED
+                exhausted.append(Exhausted(event.group, number, slot.attempt, event.reason))
+        self._sort(event.group)
+        return exhausted
+
+    def attempt_ended(self, event: AttemptEnded) -> None:
+        group = self.groups.get(event.group)
+        if group is None:
+            return
+        slot = group.slots[event.slot]
+        newest = slot.attempt == event.attempt
+        if not (newest or event.ends_slot):
+            return
+        if slot.state is _State.LEASED:
+            self._release(event.group, event.slot, slot)
+            if not newest or event.reason in ENDED_BY_FOLD:  # the worker can't know
+                reason = event.reason if newest else REASON_SLOT_ENDED
+                self._overdue.append(LeaseEnded(event.group, slot.lease, slot.incarnation, (event.slot,), reason))
+        if slot.state is not _State.ENDED:
+            slot.state = _State.ENDED if event.ends_slot else _State.WAITING
+        self._sort(event.group)
+
+    def closed(self, name: str) -> OpenGroup | None:
+        """The group, which is open no longer."""
+        group = self.groups.pop(name, None)
+        self._waiting.pop(name, None)
+        for number, slot in enumerate(group.slots) if group else ():
+            if slot.state is _State.LEASED:
+                self._release(name, number, slot)
+        return group
+
+    def heartbeat(self, beat: Heartbeat) -> None:
+        if beat.incarnation in self._replaced:
+            return
+        if beat.incarnation not in self._workers:
+            for incarnation, other in self._workers.items():
+                if other.name == beat.worker:
+                    self._replaced.add(incarnation)
+                    self._lost.append(incarnation)
+        worker = self._worker(beat.incarnation, beat.worker)
+        worker.seen_ms, worker.capacity, worker.managed = self.clock.now_ms, beat.capacity, beat.managed
+
+    def handed_back(self, event: HandBack) -> None:
+        group, worker = self.groups.get(event.group), self._workers.get(event.incarnation)
+        if worker is not None:
+            worker.managed = False  # until its next heartbeat: else it would be given the same again
+        mine = [n for n in event.slots if group is not None and n < len(group.slots)
+                and group.slots[n].lease == event.number and group.slots[n].state is _State.LEASED]  # fmt: skip
+        if mine:
+            self._overdue.append(LeaseEnded(event.group, event.number, event.incarnation, tuple(mine),
+                                            REASON_HANDED_BACK))  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------------- decisions
+
+    def due(self) -> Iterator[LeaseEnded]:
+        """Leases that are over by now, and not yet so on the log. Apply each with `lease_ended`."""
+        yield from self._overdue
+        self._overdue = []
+        silent = [i for i, w in self._workers.items() if self.clock.now_ms - w.seen_ms > self.timeout_ms]
+        for incarnation in [*self._lost, *silent]:
+            worker = self._workers.get(incarnation)
+            if worker is None:
+                continue
+            leases: dict[tuple[str, int], list[int]] = {}
+            for name, number in sorted(worker.held):
+                leases.setdefault((name, self.groups[name].slots[number].lease), []).append(number)
+            for (name, lease), slots in leases.items():
+                yield LeaseEnded(name, lease, incarnation, tuple(slots), REASON_WORKER_LOST)
+            del self._workers[incarnation]
+        self._lost = []
+
+    def waiting(self) -> Iterator[OpenGroup]:
+        """Open groups with slots to lease, oldest first."""
+        for name in list(self._waiting):
+            yield self.groups[name]
+
+    def next_attempts(self, group: OpenGroup, slots: Iterable[int]) -> tuple[Assignment, ...]:
+        return tuple(Assignment(number, group.slots[number].attempt + 1) for number in slots)
+
+    def place(self, slots: list[int]) -> list[tuple[str, str, list[int]]]:
+        """(worker, incarnation, its share) for as many of the slots as there is room."""
+        pool = sorted(((w.free, i) for i, w in self._workers.items() if w.free > 0), key=lambda p: (-p[0], p[1]))
+        out, rest = [], slots
+        for free, incarnation in pool:
+            if rest:
+                out.append((self._workers[incarnation].name, incarnation, rest[:free]))
+                rest = rest[free:]
+        return out
+
+    # ------------------------------------------------------------------------------------------------- bookkeeping
+
+    def _worker(self, incarnation: str, name: str) -> _Worker:
+        if incarnation not in self._workers:
+            self._workers[incarnation] = _Worker(name, self.clock.now_ms)
+        return self._workers[incarnation]
+
+    def _release(self, name: str, number: int, slot: _Slot) -> None:
+        if worker := self._workers.get(slot.incarnation):
+            worker.held.discard((name, number))
+
+    def _sort(self, name: str) -> None:
+        group = self.groups.get(name)
+        if group is not None and not group.bound and group.waiting:
+            self._waiting.setdefault(name)
+        else:
+            self._waiting.pop(name, None)
