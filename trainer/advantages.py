@@ -24,7 +24,7 @@ def grpo(rewards: torch.Tensor) -> torch.Tensor:
     return (rewards - rewards.mean()) / (rewards.std() + EPSILON)
 
 
-def mean_baseline(rewards: torch.Tensor) -> torch.Tensor:
+def centered(rewards: torch.Tensor) -> torch.Tensor:
     """r - mean, without the division that weighs easy and hard tasks up; float64 [n] -> float64 [n].
 
     Source: "Understanding R1-Zero-Like Training" (Dr. GRPO, arXiv:2503.20783), section 3.2.
@@ -32,7 +32,7 @@ def mean_baseline(rewards: torch.Tensor) -> torch.Tensor:
     return rewards - rewards.mean()
 
 
-RULES = {"grpo": grpo, "mean": mean_baseline}
+RULES = {"grpo": grpo, "centered": centered}
 
 
 def advantages(rule: str, rewards: torch.Tensor) -> torch.Tensor:

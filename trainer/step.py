@@ -42,10 +42,10 @@ class StepSettings:
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    advantage: str = "grpo"  # grpo | mean
-    correction: str = "truncate"  # truncate | mask | none
-    ratio_low: float = 0.5  # mask: a token whose ratio is below it counts 0
-    ratio_high: float = 2.0  # truncate: the cap; mask: a token whose ratio is above it counts 0
+    advantage: str = "grpo"  # grpo | centered
+    truncate_above: float | None = 2.0  # the cap on a token's ratio
+    mask_below: float = 0.0  # a token with a smaller ratio counts 0
+    mask_above: float | None = None  # a token with a larger ratio counts 0
     denominator: str = "token_mean"  # token_mean | sequence_mean
     micro_batch_tokens: int = 1024  # row tokens of one forward and backward pass; never changes the gradient
     probe_tokens: int = 256  # row tokens of the forward pass that measures rho
@@ -189,7 +189,9 @@ class TrainState:
             trainable = staleness > 0
             # A masked token's numbers may be anything: they are replaced before any arithmetic, not multiplied by 0.
             exact = torch.where(trainable, ratios.exp(), torch.ones_like(ratios))
-            weight = corrections.weights(settings.correction, exact, settings.ratio_low, settings.ratio_high)
+            weight = corrections.weights(
+                exact, settings.truncate_above, settings.mask_below, settings.mask_above
+            )
             episode = torch.from_numpy(micro.episode)
             constant = (weight * staleness).to(self._device) * share[episode].to(self._device)
             total = surrogate(logprobs, advantage[episode].to(self._device), constant).sum()

@@ -1,0 +1,173 @@
+"""Decides what a manifest's groups are: read by offset, proved by hash, laid out as episodes with token weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.codec import decode
+from headrace.schemas.columns import unpack_float32, unpack_int32
+from headrace.schemas.errors import InvalidRecord, RecordError, UndecodableRecord
+from headrace.schemas.events import Event, GroupClosed, GroupPayload, Manifest, PayloadEpisode, SampleChunk
+from headrace.schemas.hashes import digest
+from headrace.schemas.payload import content_hash, episode_columns, from_chunks
+from headrace.schemas.settings import StalenessSettings
+from headrace.schemas.topics import GROUPS, SAMPLES, RunTopics
+from headrace.streams.log.reader import Reader, Record
+
+from .batches import Episode, Group
+
+Kind = TypeVar("Kind", bound=Event)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A manifest with its groups, in the manifest's order. Lags are over its model tokens, in versions."""
+
+    manifest: Manifest
+    offset: int  # of the manifest in `batches`
+    digest: bytes  # of its value
+    groups: tuple[Group, ...]
+    lag_mean: float
+    lag_max: int
+
+
+def fetch_batch(reader: Reader, topics: RunTopics, record: Record, staleness: StalenessSettings) -> Batch:
+    """Everything that the manifest in `record` names. Raises InvalidRecord naming the record that isn't what another
+    one vouches for, DataLossError where one is no longer retained."""
+    manifest = expect(record, Manifest)
+    payloads = _payloads(reader, topics, manifest)
+    segments = _segments(manifest, record)
+    groups = []
+    for index, payload in enumerate(payloads):
+        ref = manifest.groups[index]
+        try:
+            episodes = tuple(
+                _episode(episode, manifest.target, segments.get((index, episode.slot), []), staleness)
+                for episode in payload.episodes
+            )
+        except InvalidRecord as error:
+            raise InvalidRecord(f"group {ref.group}: {error}", record.topic, record.partition, record.offset) from error
+        groups.append(Group(ref.group, episodes))
+    lags = [manifest.target - e.versions[e.mask] for group in groups for e in group.episodes]
+    lag = np.concatenate(lags) if lags else np.zeros(0, np.int64)
+    mean, most = (float(lag.mean()), int(lag.max())) if lag.size else (0.0, 0)
+    return Batch(manifest, record.offset, digest(record.value or b""), tuple(groups), mean, most)
+
+
+def expect(record: Record, kind: type[Kind]) -> Kind:
+    """The record, decoded, as a `kind`. Raises RecordError with its address."""
+    where = (record.topic, record.partition, record.offset)
+    try:
+        event = decode(record.value)
+    except UndecodableRecord as error:
+        raise UndecodableRecord(str(error), *where) from error
+    if not isinstance(event, kind):
+        raise InvalidRecord(f"a {type(event).__name__} where a {kind.__name__} should be", *where)
+    return event
+
+
+def _payloads(reader: Reader, topics: RunTopics, manifest: Manifest) -> list[GroupPayload]:
+    """In the manifest's order; partition by partition, so that each is read in one sweep."""
+    found: dict[int, GroupPayload] = {}
+    for partition in sorted({ref.partition for ref in manifest.groups}):
+        own = [(i, ref) for i, ref in enumerate(manifest.groups) if ref.partition == partition]
+        closures = reader.read_at(topics.name(GROUPS), partition, [ref.offset for _, ref in own])
+        closed = {i: expect(closures[ref.offset], GroupClosed) for i, ref in own}
+        wanted = [sample.offset for closure in closed.values() for sample in closure.samples]
+        samples = reader.read_at(topics.name(SAMPLES), partition, wanted)
+        for i, ref in own:
+            closure, at = closed[i], closures[ref.offset]
+            if (closure.group, closure.content_hash) != (ref.group, ref.content_hash):
+                raise InvalidRecord(
+                    f"it closes group {closure.group} with another content than manifest {manifest.batch} names as "
+                    f"group {ref.group}: the log was altered", at.topic, at.partition, at.offset
+                )  # fmt: skip
+            found[i] = _payload(closure, samples)
+    return [found[i] for i in range(len(manifest.groups))]
+
+
+def _payload(closure: GroupClosed, samples: dict[int, Record]) -> GroupPayload:
+    chunks = []
+    for ref in closure.samples:
+        record = samples[ref.offset]
+        where = (record.topic, record.partition, record.offset)
+        if digest(record.value or b"") != ref.digest:
+            raise InvalidRecord(f"it isn't the record that group {closure.group} closed with: it was altered", *where)
+        chunks.append(expect(record, SampleChunk))
+    if not closure.samples:
+        raise InvalidRecord(f"group {closure.group} is in a batch, but its closure names no samples")
+    try:
+        payload = from_chunks(chunks)
+        if payload.group != closure.group or content_hash(payload) != closure.content_hash:
+            raise InvalidRecord(f"its content is not what group {closure.group} closed with")
+    except (RecordError, ValueError) as error:
+        raise InvalidRecord(str(error), *where) from error
+    return payload
+
+
+_Segment = tuple[int, int, float]  # version, tokens, weight
+
+
+def _segments(manifest: Manifest, record: Record) -> dict[tuple[int, int], list[_Segment]]:
+    """By (index of the group, slot), in the order of the tokens."""
+    columns: list[Sequence[float]] = [
+        unpack_int32(packed).tolist()
+        for packed in (manifest.segment_group, manifest.segment_slot, manifest.segment_version, manifest.segment_count)
+    ]
+    columns.append(unpack_float32(manifest.segment_weight).tolist())
+    if len({len(column) for column in columns}) > 1:
+        raise InvalidRecord("its segment columns differ in length", record.topic, record.partition, record.offset)
+    found: dict[tuple[int, int], list[_Segment]] = {}
+    for group, slot, version, count, weight in zip(*columns, strict=True):
+        found.setdefault((int(group), int(slot)), []).append((int(version), int(count), weight))
+    return found
+
+
+def _episode(
+    recorded: PayloadEpisode, target: int, segments: Sequence[_Segment], staleness: StalenessSettings
+) -> Episode:
+    columns = episode_columns(recorded)
+    sampled = columns.versions >= 0
+    if any(span.parent >= 0 for span in recorded.spans):
+        raise InvalidRecord(f"slot {recorded.slot} branches, which this trainer can't lay out")
+    if recorded.reward is None:
+        raise InvalidRecord(f"slot {recorded.slot} counts without a reward")
+    versions = np.repeat([s[0] for s in segments], [s[1] for s in segments])
+    if not np.array_equal(versions, columns.versions[sampled]):
+        raise InvalidRecord(f"slot {recorded.slot}: its segments don't cover its {int(sampled.sum())} model tokens")
+    prompt = int(np.argmax(sampled)) if sampled.any() else columns.tokens.size
+    if prompt == 0:
+        raise InvalidRecord(f"slot {recorded.slot} has no prompt")
+    weights = np.ones(columns.tokens.size, np.float32)
+    weights[sampled] = _token_weights(target, segments, staleness)
+    weights[~columns.trainable] = 0.0
+    return Episode(
+        slot=recorded.slot,
+        prompt=columns.tokens[:prompt],
+        tokens=columns.tokens[prompt:],
+        mask=sampled[prompt:],
+        logprobs=columns.logprobs[prompt:],
+        versions=columns.versions[prompt:],
+        weights=weights[prompt:],
+        reward=recorded.reward,
+        counted=True,
+        temperature=recorded.temperature,
+    )
+
+
+def _token_weights(
+    target: int, segments: Sequence[_Segment], staleness: StalenessSettings
+) -> NDArray[np.float32]:
+    """Recorded weights, float32 [model tokens]. A weight of 0 always masks; others act only with `apply = always`,
+    since the loss has exact ratios and a forecast beside them would count the same drift twice."""
+    kept = []
+    for version, _, weight in segments:
+        if target - version > staleness.hard_lag:
+            weight = 0.0  # the limit holds at use, whatever was decided before
+        kept.append(weight if staleness.apply == "always" or weight <= 0 else 1.0)
+    return np.repeat(np.array(kept, np.float32), [count for _, count, _ in segments])

@@ -1,0 +1,343 @@
+"""The trainer's loop: the next batch in, one version out, published before the next one is committed.
+
+It holds nothing that the log doesn't: a start reads `policy`, takes the newest good checkpoint, and trains again what
+was committed after it. Training is deterministic, so the hashes must come out as they were recorded; a difference stops
+the run and is never passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.schemas import delta
+from headrace.schemas.codec import kind_of
+from headrace.schemas.errors import InvalidRecord, ReplayMismatch
+from headrace.schemas.events import Disposed, GroupCount, Manifest, Version
+from headrace.schemas.hashes import digest
+from headrace.schemas.settings import RunSettings
+from headrace.schemas.topics import BATCHES, RunTopics
+from headrace.streams.log.policy import open_settings
+from headrace.streams.log.reader import Reader, Record, beginning_offsets
+from headrace.streams.log.transactions import Transactor
+
+from .checkpoint import Checkpoints, train_hash
+from .fetch import Batch, expect, fetch_batch
+from .publish import Policy, Publisher, read_policy
+from .step import StepReport, StepSettings, TrainState
+
+log = logging.getLogger("headrace.trainer")
+
+POLL_S = 0.2
+
+
+def step_settings(settings: RunSettings) -> StepSettings:
+    """What of the run settings decides a step."""
+    loss, optimizer = settings.loss, settings.optimizer
+    return StepSettings(
+        learning_rate=optimizer.learning_rate,
+        warmup_versions=optimizer.warmup,
+        betas=(optimizer.beta1, optimizer.beta2),
+        eps=optimizer.epsilon,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.max_grad_norm,
+        advantage=loss.advantage,
+        truncate_above=loss.truncate_above,
+        mask_below=loss.mask_below,
+        mask_above=loss.mask_above,
+        denominator=loss.denominator,
+        micro_batch_tokens=optimizer.micro_batch_tokens,
+        probe_tokens=optimizer.probe_tokens,
+    )
+
+
+class Trainer:
+    """One owner of the run's weights. Made fresh at each start; `start`, then `run`."""
+
+    def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, state_dir: Path,
+                 device: str = "cpu") -> None:  # fmt: skip
+        self._kafka, self._topics, self._settings = kafka, topics, settings
+        self._transactor = Transactor(kafka, topics.transactional_id("trainer"))
+        self._opened = open_settings(kafka, topics)
+        head = read_policy(kafka, topics, self._opened)
+        self._versions, self._published, self._by_offset = head.versions, head.published, head.settings
+        self._policy = Policy(topics, self._transactor, head.chain)
+        self._publisher = Publisher(kafka, topics, self._policy, settings.weights.snapshot_every)
+        self._publisher.remember(head.publications)
+        self._checkpoints = Checkpoints(state_dir / "checkpoints", settings.checkpoint.keep)
+        model = settings.model
+        self._state = TrainState(model.path, dtype=model.dtype, compute_dtype=model.compute_dtype, device=device)
+        self._saved = -1
+        self._seconds: dict[str, float] = {}
+        self._reader = Reader(kafka)
+        batches = topics.name(BATCHES)
+        newest = self._versions.get(head.committed)
+        at = newest.batch_offset + 1 if newest and newest.version else beginning_offsets(kafka, batches)[0]
+        self._batches = Reader(kafka, {(batches, 0): at})
+
+    @property
+    def version(self) -> int:
+        return self._state.version
+
+    # ------------------------------------------------------------------------------------------------------ start
+
+    def start(self) -> None:
+        """Come to the newest committed version, and publish it where that is still to be done."""
+        committed = max(self._versions, default=-1)
+        if committed < 0:
+            self._begin()
+            return
+        self._recall()
+        while self.version < committed:
+            recorded = self._versions[self.version + 1]
+            batch = self._recorded_batch(recorded)
+            report = self._state.train_batch(batch.groups, batch.manifest.target, self._step_settings(batch))
+            changes, served_hash = self._publisher.compare(self._served())
+            self._prove(recorded, served_hash)
+            if self.version <= self._published:
+                self._publisher.advance(self.version, changes, served_hash)
+            else:
+                self._publisher.publish(self.version, changes, served_hash)
+            log.info("version %d trained again (reward %.3f), both hashes as recorded", self.version,
+                     report.reward_mean)  # fmt: skip
+
+    def _begin(self) -> None:
+        """Version 0 is the model folder."""
+        state = self._served()
+        served_hash = delta.state_hash(state)
+        own_hash = train_hash(*self._state.state_tensors())
+        fingerprint = self._fingerprint(self._settings)
+
+        def version(**link: Any) -> Version:
+            return Version(
+                **link, version=0, parent=-1, batch=0, batch_offset=-1, batch_digest=b"",
+                hash_algorithm=delta.HASH_ALGORITHM, served_hash=served_hash, train_hash=own_hash, rho=0.0,
+                rho_tokens=0, groups=(), metrics={}, fingerprint=fingerprint, committed_ms=_now_ms(),
+            )  # fmt: skip
+
+        self._publisher.publish_initial(version, self._settings.model.path, state, served_hash)
+        log.info("version 0 is %s (%d elements, %s)", self._settings.model.path, delta.elements(state),
+                 served_hash.hex())  # fmt: skip
+
+    def _recall(self) -> None:
+        """The newest good checkpoint, else the model folder."""
+        known = {number: version.train_hash for number, version in self._versions.items()}
+        checkpoint = self._checkpoints.newest(known)
+        if checkpoint is not None:
+            self._state.load_state(checkpoint.tensors, checkpoint.metadata)
+            self._saved = checkpoint.version
+        recorded = self._versions[self.version]
+        state = self._served()
+        served_hash = delta.state_hash(state)
+        self._prove(recorded, served_hash)
+        log.info("resuming at version %d from %s; %d versions to train again", self.version,
+                 checkpoint.file if checkpoint else "the model folder",
+                 max(self._versions) - self.version)  # fmt: skip
+        self._publisher.rebase(self.version, state, served_hash)
+        if self.version > self._published:  # its base is no longer at hand
+            self._publisher.publish_snapshot(self.version, state, served_hash)
+
+    def _recorded_batch(self, version: Version) -> Batch:
+        record = self._reader.read_at(self._topics.name(BATCHES), 0, [version.batch_offset])[version.batch_offset]
+        if digest(record.value or b"") != version.batch_digest:
+            raise InvalidRecord(f"version {version.version} was trained from another manifest: this one was altered",
+                                record.topic, record.partition, record.offset)  # fmt: skip
+        return self._fetch(record, version.batch)
+
+    def _prove(self, recorded: Version, served_hash: bytes) -> None:
+        own_hash = train_hash(*self._state.state_tensors())
+        if (served_hash, own_hash) == (recorded.served_hash, recorded.train_hash):
+            return
+        raise ReplayMismatch(
+            f"version {recorded.version} came out differently than it was committed: served weights "
+            f"{served_hash.hex()}, on the log {recorded.served_hash.hex()}; train state {own_hash.hex()}, on the log "
+            f"{recorded.train_hash.hex()}. Fingerprint here {self._fingerprint(self._settings)}, then "
+            f"{recorded.fingerprint}. Set back what differs (threads, libraries, machine, model folder) and start the "
+            f"trainer again, give it a checkpoint of version {recorded.version} or later, or begin a new run"
+        )
+
+    # ------------------------------------------------------------------------------------------------------- run
+
+    def run(self, stop: threading.Event, stop_at: int | None = None) -> None:
+        """Train until `stop` is set or version `stop_at` is published; then save."""
+        while not stop.is_set() and (stop_at is None or self.version < stop_at):
+            before, self._seconds = self._seconds, {}
+            with self._timed("waiting"):
+                record = self._next_manifest(stop)
+            if record is None:
+                break
+            self._advance(record, before)
+            if self.version % self._settings.checkpoint.every == 0:
+                self._save()
+        if self._saved < self.version:
+            self._save()
+
+    def _next_manifest(self, stop: threading.Event) -> Record | None:
+        while not stop.is_set():
+            for record in self._batches.poll(1, POLL_S):
+                if kind_of(record.value) is not Disposed:  # else a manifest, or something to be named by its address
+                    return record
+        return None
+
+    def _advance(self, record: Record, before: Mapping[str, float]) -> None:
+        """1. Fetch and prove; 2. train; 3. commit; 4. publish. `before`: seconds of the version before."""
+        with self._timed("fetching"):
+            batch = self._fetch(record, self.version + 1)
+        with self._timed("compute"):
+            report = self._state.train_batch(batch.groups, batch.manifest.target, self._step_settings(batch))
+            changes, served_hash = self._publisher.compare(self._served())
+        with self._timed("committing"):
+            self._commit(batch, report, served_hash, before)
+        with self._timed("publishing"):
+            self._publisher.publish(self.version, changes, served_hash)
+        self._published = self.version
+        seconds = self._seconds
+        log.info("version %d: reward %.3f, loss %.4f, lag %.2f (max %d), %d tokens trained, %d masked; waited %.1f s, "
+                 "fetched %.1f, trained %.1f, committed %.2f, published %.2f (%d elements changed)", self.version,
+                 report.reward_mean, report.loss, batch.lag_mean, batch.lag_max, sum(g.trained for g in report.groups),
+                 sum(sum(g.masked.values()) for g in report.groups), seconds["waiting"], seconds["fetching"],
+                 seconds["compute"], seconds["committing"], seconds["publishing"], delta.changed(changes))  # fmt: skip
+
+    def _commit(self, batch: Batch, report: StepReport, served_hash: bytes, before: Mapping[str, float]) -> None:
+        """The version record: from here on the batch has been trained."""
+        manifest = batch.manifest
+        own_hash = train_hash(*self._state.state_tensors())
+        fingerprint = self._fingerprint(self._by_offset[manifest.settings_offset])
+        counts = tuple(GroupCount(g.group_id, g.trained, sum(g.masked.values())) for g in report.groups)
+        metrics = _metrics(batch, report) | {
+            f"{name}_s": self._seconds[name] for name in ("waiting", "fetching", "compute")
+        }
+        # Of the version before: its own are still to come.
+        metrics |= {f"{name}_s": before[name] for name in ("committing", "publishing") if name in before}
+
+        def version(**link: Any) -> Version:
+            self._versions[report.version] = made = Version(
+                **link, version=report.version, parent=manifest.target, batch=manifest.batch, batch_offset=batch.offset,
+                batch_digest=batch.digest, hash_algorithm=delta.HASH_ALGORITHM, served_hash=served_hash,
+                train_hash=own_hash, rho=report.rho, rho_tokens=report.probe_tokens, groups=counts, metrics=metrics,
+                fingerprint=fingerprint, committed_ms=_now_ms(),
+            )  # fmt: skip
+            return made
+
+        self._policy.write(version)
+
+    def _fetch(self, record: Record, due: int) -> Batch:
+        manifest = expect(record, Manifest)
+        if (manifest.batch, manifest.target) != (due, due - 1):
+            raise InvalidRecord(f"batch {manifest.batch} for version {manifest.target} where batch {due} is due",
+                                record.topic, record.partition, record.offset)  # fmt: skip
+        if manifest.settings_offset not in self._by_offset:
+            self._by_offset = read_policy(self._kafka, self._topics, self._opened).settings
+        if manifest.settings_offset not in self._by_offset:
+            raise InvalidRecord(f"it was decided under settings at policy offset {manifest.settings_offset}, where "
+                                "there are none", record.topic, record.partition, record.offset)  # fmt: skip
+        settings = self._by_offset[manifest.settings_offset]
+        return fetch_batch(self._reader, self._topics, record, settings.staleness)
+
+    def _step_settings(self, batch: Batch) -> StepSettings:
+        return step_settings(self._by_offset[batch.manifest.settings_offset])
+
+    def _served(self) -> dict[str, delta.Tensor]:
+        return delta.as_state(self._state.served_bits(), self._settings.model.dtype)
+
+    def _fingerprint(self, settings: RunSettings) -> str:
+        return json.dumps(
+            {
+                **self._state.fingerprint(),
+                "machine": platform.machine(),
+                "micro_batch_tokens": str(settings.optimizer.micro_batch_tokens),
+                "train_hash": delta.TREE_ALGORITHM,
+            },
+            sort_keys=True,
+        )
+
+    # ----------------------------------------------------------------------------------------------------- saving
+
+    def _save(self) -> None:
+        version = self._versions.get(self.version)
+        tensors, metadata = self._state.state_tensors()
+        extra = {"fingerprint": self._fingerprint(self._settings), "run": self._topics.run}
+        if version is not None:
+            extra |= {"batch_offset": str(version.batch_offset), "served_hash": version.served_hash.hex()}
+        started = time.monotonic()
+        file = self._checkpoints.save(self.version, tensors, metadata | extra)
+        self._saved = self.version
+        log.info("version %d saved to %s in %.1f s", self.version, file, time.monotonic() - started)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[name] = time.monotonic() - started
+
+    def close(self) -> None:
+        self._batches.close()
+        self._reader.close()
+        self._publisher.close()
+        self._transactor.close()
+
+
+def _metrics(batch: Batch, report: StepReport) -> dict[str, float]:
+    """The figures of one version; logprob differences in nats, over the tokens that the target version sampled."""
+    masked: dict[str, int] = {}
+    for group in report.groups:
+        for rule, tokens in group.masked.items():
+            masked[f"masked_{rule}"] = masked.get(f"masked_{rule}", 0) + tokens
+    aligned = next((lag for lag in report.lags if lag.version == batch.manifest.target), None)
+    figures: dict[str, float] = {
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "learning_rate": report.learning_rate,
+        "reward": report.reward_mean,
+        "ess": report.ess,
+        "lag_mean": batch.lag_mean,
+        "lag_max": batch.lag_max,
+        "tokens": sum(group.trained for group in report.groups),
+        "row_tokens": report.row_tokens,
+        **masked,
+    }
+    if aligned is not None:
+        figures |= {"mismatch_mean": aligned.mean_abs, "mismatch_max": aligned.max_abs,
+                    "mismatch_tokens": aligned.tokens}  # fmt: skip
+    return {name: float(value) for name, value in figures.items()}
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)
+
+
+def run_trainer(
+    kafka: Mapping[str, Any],
+    topics: RunTopics,
+    settings: RunSettings,
+    stop: threading.Event,
+    state_dir: Path,
+    stop_at: int | None = None,
+    threads: int | None = None,
+    device: str = "cpu",
+) -> None:
+    """Train the run until `stop` is set, or until version `stop_at` is published. `state_dir` holds checkpoints.
+
+    Raises Fenced where another trainer took over, ReplayMismatch where re-training gave other bits than were committed,
+    InvalidRecord or DataLossError where a batch can't be proved, NonFiniteLogprob, NonFiniteGradient, ModelError.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+    trainer = Trainer(kafka, topics, settings, state_dir, device)
+    try:
+        trainer.start()
+        trainer.run(stop, stop_at)
+    finally:
+        trainer.close()
