@@ -79,52 +79,12 @@ class Run:
         """Everything that the run's topics hold, as of now."""
         return Snapshot(self.kafka, self.topics)
 
-    def records(self, topic: str, start: Start = "earliest", *, follow: bool = False,
+    def records(self, *topics: str, start: Start = "earliest", follow: bool = False,
                 stop: threading.Event | None = None) -> Iterator[Record]:  # fmt: skip
-        """Committed records of a topic (named without prefix and run), in order within each partition.
+        """Committed records of these topics (named without prefix and run), in order within each partition.
 
         Without `follow` it ends where the log ends now. With it, it goes on until `stop` is set.
         """
-        yield from self._poll((topic,), start, follow, stop)
-
-    def events(self, topic: str, start: Start = "earliest", *, follow: bool = False,
-               stop: threading.Event | None = None) -> Iterator[tuple[Record, Event | UndecodableRecord]]:  # fmt: skip
-        """As `records`, decoded. One that can't be is handed out with the error that says why: it is a fact too."""
-        for record in self.records(topic, start, follow=follow, stop=stop):
-            try:
-                yield record, decode(record.value)
-            except UndecodableRecord as error:
-                yield record, UndecodableRecord(str(error), topic, record.partition, record.offset)
-
-    def groups(self, *, follow: bool = False, stop: threading.Event | None = None) -> Iterator[GroupView]:
-        """Closed groups, each once: when its fate is known. Without `follow`, candidates that still wait come last."""
-        waiting: dict[str, GroupView] = {}
-        early: dict[str, _Fate] = {}  # read before their closures
-        for record in self._poll((GROUPS, BATCHES), "earliest", follow, stop):
-            event = decode(record.value)
-            fates: dict[str, _Fate] = {}
-            if isinstance(event, GroupClosed):
-                view = _view(record, event)
-                if event.closure != Closure.CANDIDATE:
-                    yield view
-                    continue
-                waiting[event.group] = view
-                if event.group in early:
-                    fates = {event.group: early.pop(event.group)}
-            elif isinstance(event, Manifest):
-                fates = {ref.group: _Fate(Disposition.BATCHED, "", event.batch, ref.max_lag) for ref in event.groups}
-            elif isinstance(event, Disposed):
-                fates = {event.group: _Fate(event.disposition, event.reason, None, None)}
-            for group, fate in fates.items():
-                if group in waiting:
-                    yield replace(waiting.pop(group), **fate._asdict())
-                else:
-                    early[group] = fate
-        yield from waiting.values()
-
-    def _poll(
-        self, topics: tuple[str, ...], start: Start, follow: bool, stop: threading.Event | None
-    ) -> Iterator[Record]:
         positions: dict[tuple[str, int], int] = {}
         ends: dict[tuple[str, int], int] = {}
         for topic in topics:
@@ -151,6 +111,42 @@ class Run:
                 for record in reader.poll(timeout_s=0.2):
                     if follow or record.offset < ends[record.topic, record.partition]:
                         yield record
+
+    def events(self, *topics: str, start: Start = "earliest", follow: bool = False,
+               stop: threading.Event | None = None) -> Iterator[tuple[Record, Event | UndecodableRecord]]:  # fmt: skip
+        """As `records`, decoded. One that can't be is handed out with the error that says why: it is a fact too."""
+        for record in self.records(*topics, start=start, follow=follow, stop=stop):
+            try:
+                yield record, decode(record.value)
+            except UndecodableRecord as error:
+                place = (self.topics.short(record.topic), record.partition, record.offset)
+                yield record, UndecodableRecord(str(error), *place)
+
+    def groups(self, *, follow: bool = False, stop: threading.Event | None = None) -> Iterator[GroupView]:
+        """Closed groups, each once: when its fate is known. Without `follow`, candidates that still wait come last."""
+        waiting: dict[str, GroupView] = {}
+        early: dict[str, _Fate] = {}  # read before their closures
+        for record in self.records(GROUPS, BATCHES, follow=follow, stop=stop):
+            event = decode(record.value)
+            fates: dict[str, _Fate] = {}
+            if isinstance(event, GroupClosed):
+                view = _view(record, event)
+                if event.closure != Closure.CANDIDATE:
+                    yield view
+                    continue
+                waiting[event.group] = view
+                if event.group in early:
+                    fates = {event.group: early.pop(event.group)}
+            elif isinstance(event, Manifest):
+                fates = {ref.group: _Fate(Disposition.BATCHED, "", event.batch, ref.max_lag) for ref in event.groups}
+            elif isinstance(event, Disposed):
+                fates = {event.group: _Fate(event.disposition, event.reason, None, None)}
+            for group, fate in fates.items():
+                if group in waiting:
+                    yield replace(waiting.pop(group), **fate._asdict())
+                else:
+                    early[group] = fate
+        yield from waiting.values()
 
 
 def open_run(run: str, kafka: Mapping[str, Any] | None = None, prefix: str = "headrace") -> Run:

@@ -1,0 +1,189 @@
+"""What a run consists of, as rows: episodes, groups, batches, versions, replicas, tasks.
+
+Pure functions over records of the small topics. A row is a dict of plain values in the order in which people want to
+see them; `id` comes first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from headrace.schemas.events import (
+    AttemptEnded,
+    Disposed,
+    GroupClosed,
+    Heartbeat,
+    Lease,
+    Manifest,
+    Publication,
+    PublicationClock,
+    SlotFate,
+    Version,
+)
+from headrace.schemas.outcomes import Closure, Disposition
+from headrace.schemas.topics import BATCHES, FLEET, GROUPS, POLICY, TASKS
+
+from .facts import Fact, Failures, read_facts
+from .proofs import max_lag
+from .source import LogSource
+
+Row = dict[str, Any]
+Facts = Sequence[Fact[Any]]
+SMALL = (POLICY, TASKS, FLEET, BATCHES, GROUPS)
+
+
+def read_small(source: LogSource) -> list[Fact[Any]]:
+    """Every record of the small topics. What can't be decoded is the ledger's matter: left out."""
+    ignored = Failures()
+    return [f for t in SMALL for p in range(source.partitions(t)) for f in read_facts(source, t, p, ignored)]
+
+
+def fates(facts: Facts) -> dict[str, tuple[str, int | None, int | None]]:
+    """(disposition, batch, lag) of the candidates that have one."""
+    out: dict[str, tuple[str, int | None, int | None]] = {}
+    for event in (fact.event for fact in facts):
+        if isinstance(event, Manifest):
+            out |= {ref.group: (Disposition.BATCHED, event.batch, ref.max_lag) for ref in event.groups}
+        elif isinstance(event, Disposed):
+            out[event.group] = (event.disposition, None, None)
+    return out
+
+
+def episodes(facts: Facts) -> list[Row]:
+    """The last attempt of each slot of closed groups, and each ended attempt of open ones."""
+    rows = []
+    closed = {fact.event.group: fact.event for fact in facts if isinstance(fact.event, GroupClosed)}
+    for closure in closed.values():
+        for fate in closure.slots:
+            rows.append(_episode(closure.group, fate, closure.closure, fate.counted, _span(fate)))
+    for event in (fact.event for fact in facts):
+        if isinstance(event, AttemptEnded) and event.group not in closed:
+            rows.append(_episode(event.group, event, "open", False, ""))
+    return rows
+
+
+def _episode(group: str, of: SlotFate | AttemptEnded, closure: str, counted: bool, versions: str) -> Row:
+    return {
+        "id": f"{group}/{of.slot}", "attempt": of.attempt, "outcome": of.outcome, "reason": of.reason,
+        "boundary": of.boundary, "reward": of.reward, "counted": counted, "tokens": of.model_tokens,
+        "versions": versions, "closure": closure,
+    }  # fmt: skip
+
+
+def _span(fate: SlotFate) -> str:
+    versions = [run.version for run in fate.versions]
+    return "" if not versions else f"{min(versions)}" if len(set(versions)) == 1 else f"{min(versions)}-{max(versions)}"
+
+
+def groups(facts: Facts) -> list[Row]:
+    rows: dict[str, Row] = {}
+    decided = fates(facts)
+    for fact in facts:
+        if isinstance(fact.event, Lease):
+            rows.setdefault(fact.event.group, {"id": fact.event.group, "closure": "open", "disposition": "open",
+                                               "task": fact.event.task.id})  # fmt: skip
+    for fact in facts:
+        if isinstance(event := fact.event, GroupClosed):
+            waits = ("open", None, None)
+            fate = (
+                decided.get(event.group, waits) if event.closure == Closure.CANDIDATE else (event.closure, None, None)
+            )
+            rewards = [slot.reward for slot in event.slots if slot.counted and slot.reward is not None]
+            rows[event.group] = {
+                "id": event.group,
+                "closure": event.closure,
+                "disposition": fate[0],
+                "batch": fate[1],
+                "lag": fate[2],
+                "reward": sum(rewards) / len(rewards) if rewards else None,
+                "counted": sum(slot.counted for slot in event.slots),
+                "slots": len(event.slots),
+                "tokens": sum(slot.model_tokens for slot in event.slots),
+                "open_s": event.open_ms / 1000,
+                "held_up_by": event.held_up_by,
+                "task": event.task,
+                "at": str(fact),
+            }
+    return list(rows.values())
+
+
+def batches(facts: Facts) -> list[Row]:
+    committed = {fact.event.batch: fact.event.version for fact in facts if isinstance(fact.event, Version)}
+    return [
+        {"id": event.batch, "target": event.target, "version": committed.get(event.batch), "groups": len(event.groups),
+         "tokens": sum(ref.model_tokens for ref in event.groups), "max_lag": max_lag(event),
+         "closures": event.closures_since, "decided_ms": event.decided_ms, "at": str(fact)}
+        for fact in facts if isinstance(event := fact.event, Manifest)
+    ]  # fmt: skip
+
+
+def versions(facts: Facts) -> list[Row]:
+    published: dict[int, list[Publication]] = defaultdict(list)
+    for fact in facts:
+        if isinstance(fact.event, Publication):
+            published[fact.event.version].append(fact.event)
+    rows = []
+    for fact in facts:
+        if isinstance(event := fact.event, Version):
+            out = published[event.version]
+            rows.append({
+                "id": event.version, "batch": event.batch if event.version else None,
+                "trained": sum(count.trained for count in event.groups),
+                "masked": sum(count.masked for count in event.groups), "rho": event.rho,
+                "published": " ".join(one.kind for one in out) or None, "bytes": sum(one.size for one in out),
+                "changed": out[0].changed / out[0].elements if out and out[0].elements else None,
+                "hash": event.served_hash.hex(), "committed_ms": event.committed_ms, "at": str(fact),
+            })  # fmt: skip
+    return rows
+
+
+def replicas(facts: Facts) -> list[Row]:
+    """The newest heartbeat of each incarnation, newest last, with the newest publication that it applied."""
+    beats: dict[str, Fact[Heartbeat]] = {}
+    clocks: dict[str, PublicationClock] = {}
+    for fact in facts:
+        if isinstance(fact.event, Heartbeat):
+            beats.pop(fact.event.incarnation, None)
+            beats[fact.event.incarnation] = fact
+        elif isinstance(fact.event, PublicationClock):
+            clocks[fact.event.incarnation] = fact.event
+    rows = []
+    for incarnation, fact in beats.items():
+        beat, clock = fact.event, clocks.get(incarnation)
+        shown = clock and clock.applied_ms is not None and clock.published_ms is not None
+        rows.append({
+            "id": incarnation, "worker": beat.worker, "version": beat.version, "free": beat.free,
+            "capacity": beat.capacity, "managed": beat.managed, "tokens": beat.counters.get("sampled_tokens"),
+            "busy_s": beat.counters.get("busy_s"),
+            "apply_s": (clock.applied_ms - clock.published_ms) / 1000 if clock and shown else None,  # type: ignore[operator]
+            "heard_ms": fact.timestamp_ms,
+        })  # fmt: skip
+    return rows
+
+
+def tasks(facts: Facts) -> list[Row]:
+    leased = {fact.event.group: fact.event.task for fact in facts if isinstance(fact.event, Lease)}
+    closures: dict[str, list[GroupClosed]] = defaultdict(list)
+    for fact in facts:
+        if isinstance(fact.event, GroupClosed):
+            closures[fact.event.task].append(fact.event)
+    count = Counter(task.id for task in leased.values())
+    rows = []
+    for task in {task.id: task for task in leased.values()}.values():
+        rewards = [s.reward for c in closures[task.id] for s in c.slots if s.counted and s.reward is not None]
+        rows.append({"id": task.id, "source": task.source, "seed": task.seed, "groups": count[task.id],
+                     "closed": len(closures[task.id]), "episodes": len(rewards),
+                     "reward": sum(rewards) / len(rewards) if rewards else None})  # fmt: skip
+    return rows
+
+
+KINDS: dict[str, Callable[[Facts], list[Row]]] = {
+    "episodes": episodes,
+    "groups": groups,
+    "batches": batches,
+    "versions": versions,
+    "replicas": replicas,
+    "tasks": tasks,
+}

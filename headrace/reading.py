@@ -1,0 +1,278 @@
+"""`headrace cat`, `status`, `show` and `ledger`: the commands that read a run. They write nothing, to no topic.
+
+What a run's records mean is `headrace.consumers`' to say; this module decides what a person or a program gets to see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace.consumers.facts import Fact, Failures, read_facts
+from headrace.consumers.figures import Figures, Quantiles, figures
+from headrace.consumers.ledger import Ledger, audit
+from headrace.consumers.run import Run, Start, list_runs, open_run
+from headrace.consumers.state import State, state
+from headrace.consumers.tables import KINDS, Row, read_small
+from headrace.schemas.errors import SettingsError
+from headrace.schemas.outcomes import Account
+from headrace.schemas.topics import ALL_TOPICS, DEADLETTER, POLICY, TRAJECTORIES
+
+from .plain import dumps, event_row, jsonable, record_row, table
+from .settings import kafka_config, load_site
+
+RunArgument = Annotated[str, typer.Argument(help="run id", metavar="RUN")]
+Json = Annotated[bool, typer.Option("--json", help="for programs")]
+Bootstrap = Annotated[str | None, typer.Option(help="Kafka's address, HOST:PORT", metavar="HOST:PORT")]
+ConfigOption = Annotated[Path | None, typer.Option(help="file whose [site] part to use", metavar="CONFIG.toml")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    for command in (cat, status, show, ledger):
+        app.command()(command)
+
+
+def cat(
+    run: RunArgument,
+    topic: Annotated[str | None, typer.Argument(help=f"one of {', '.join(ALL_TOPICS)}; without it, all")] = None,
+    start: Annotated[
+        str, typer.Option("--from", help="an offset, a time (2026-01-31T12:00), earliest or latest")
+    ] = "earliest",
+    follow: Annotated[bool, typer.Option(help="go on as records come, until Ctrl-C")] = False,
+    raw: Annotated[bool, typer.Option(help="bytes in base64 instead of decoded columns and sizes")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="the only form: one JSON object a line")] = True,
+    bootstrap: Bootstrap = None,
+    config: ConfigOption = None,
+) -> None:
+    """Print a run's events as JSON lines."""
+    opened = _open(run, bootstrap, config)
+    topics = ALL_TOPICS if topic is None else (topic,)
+    with _until_interrupted() as stop:
+        for record, event in opened.events(*topics, start=_start(start), follow=follow, stop=stop):
+            print(dumps(record_row(record, event, opened.topics, raw)), flush=follow)
+
+
+def status(
+    run: Annotated[str | None, typer.Argument(help="run id; without it, the runs there are", metavar="[RUN]")] = None,
+    as_json: Json = False,
+    bootstrap: Bootstrap = None,
+    config: ConfigOption = None,
+) -> None:
+    """Show where a run stands and what holds it up; without RUN, list the runs."""
+    if run is None:
+        rows = [_run_row(name, bootstrap, config) for name in list_runs(*_site(bootstrap, config))]
+        _say([dumps(rows)] if as_json else table(rows) if rows else ["there are no runs"])
+        return
+    opened = _open(run, bootstrap, config)
+    source = opened.snapshot()
+    letters = sum(1 for _ in source.records(DEADLETTER, 0))
+    found = state(read_small(source), opened.settings, int(time.time() * 1000), letters)
+    _say(
+        [dumps(jsonable(found) | {"run": run, "held_up_by": found.held_up_by})] if as_json else status_lines(run, found)
+    )
+
+
+def show(
+    run: RunArgument,
+    kind: Annotated[str | None, typer.Argument(help=f"{', '.join(KINDS)}; KIND/ID for one in full")] = None,
+    where: Annotated[list[str] | None, typer.Option(help="column=value; repeat it to narrow down")] = None,
+    as_json: Json = False,
+    bootstrap: Bootstrap = None,
+    config: ConfigOption = None,
+) -> None:
+    """List a run's episodes, groups, batches, versions, replicas or tasks, or show one in full."""
+    name, _, wanted = (kind or "").partition("/")
+    if kind is not None and name not in KINDS:
+        raise SettingsError(f"no kind {name!r}: use one of {', '.join(KINDS)}, or KIND/ID")
+    opened = _open(run, bootstrap, config)
+    source = opened.snapshot()
+    facts = read_small(source)
+    if kind is None:
+        rows: list[Row] = [{"kind": name, "count": len(make(facts))} for name, make in KINDS.items()]
+    else:
+        rows = _where(KINDS[name](facts), where or [])
+    if not wanted:
+        _say([dumps(rows)] if as_json else table(rows) if rows else ["none"])
+        return
+    row = next((row for row in rows if str(row["id"]) == wanted), None)
+    if row is None:
+        raise SettingsError(f"run {run!r} has no {name}/{wanted}; `headrace show {run} {name}` lists them")
+    records = list(_records_of(opened, facts, name, wanted))
+    if as_json:
+        _say([dumps(row | {"records": records})])
+    else:
+        _say(f"{key:12} {value}" for key, value in row.items() if value is not None)
+        _say(["", *(dumps(record) for record in records)])
+
+
+def ledger(run: RunArgument, as_json: Json = False, bootstrap: Bootstrap = None, config: ConfigOption = None) -> None:
+    """Prove that every account closes: groups, tokens, and every record that they rest on. Exit 1 where one doesn't."""
+    found = audit(_open(run, bootstrap, config).snapshot())
+    _say([dumps(jsonable(found) | {"closes": found.closes})] if as_json else ledger_lines(found))
+    if not found.closes:
+        raise typer.Exit(1)
+
+
+# ------------------------------------------------------------------------------------------------------ for people
+
+
+def account_lines(run: Run) -> list[str]:
+    """The account of a run, as a demo or a report ends with it: ledger and figures. Reads everything once."""
+    source = run.snapshot()
+    return [*ledger_lines(audit(source)), *figure_lines(figures(read_small(source)))]
+
+
+def ledger_lines(found: Ledger) -> Iterator[str]:
+    groups: list[Row] = [
+        {"groups": count, "closure": closure, "disposition": disposition if disposition != closure else None}
+        for (closure, disposition), count in sorted(found.groups.items(), key=lambda item: -item[1])
+    ]
+    tokens: list[Row] = []
+    for account in Account:
+        if found.tokens[account]:
+            reasons = ", ".join(f"{name} {n}" for name, n in found.reasons.get(account, {}).items())
+            tokens.append({"tokens": found.tokens[account], "account": str(account), "of which": reasons or None})
+    tokens.append({"tokens": found.tokens.total(), "account": "all"})
+    yield f"run {found.run}: {found.versions} versions, {found.batches} batches"
+    yield from table(groups)
+    yield ""
+    yield from table(tokens)
+    yield ""
+    raw = f"{found.logged_tokens} model tokens" if found.retained else "partly deleted; `groups` holds the accounts"
+    yield f"trajectories: {raw}; {found.duplicates} repeated events, {found.dead_letters} dead letters"
+    yield from found.failures
+    yield "closes" if found.closes else f"does not close: {len(found.failures)} failures"
+
+
+def figure_lines(found: Figures) -> Iterator[str]:
+    def seconds(value: Quantiles | None) -> str:
+        return f"p50 {value.p50:.2f} s, p95 {value.p95:.2f} s" if value else "-"
+
+    first = found.time_to_trainable_batch_s
+    yield f"time to trainable batch  {first:.2f} s" if first is not None else "time to trainable batch  -"
+    yield f"batch interval           {seconds(found.batch_interval_s)}"
+    yield f"batch span               {seconds(found.batch_span_s)}"
+    share = f", {100 * found.trainer_wait_share:.0f} % of its time" if found.trainer_wait_share is not None else ""
+    yield f"trainer wait             {seconds(found.trainer_wait_s)}{share}"
+    lag = found.lag
+    yield f"lag of trained tokens    {f'mean {lag.mean:.2f}, p95 {lag.p95:.0f}, max {lag.max:.0f}' if lag else '-'}"
+    yield f"tokens per second        {f'{found.tokens_per_s:.0f}' if found.tokens_per_s is not None else '-'}"
+    for window in found.rewards:
+        mean = f"{window.mean:.3f}" if window.mean is not None else "-"
+        yield f"reward v{window.first}-{window.last}".ljust(25) + f"{mean} over {window.groups} closed groups"
+
+
+def status_lines(run: str, found: State) -> Iterator[str]:
+    yield f"run         {run}"
+    yield f"version     {found.version} committed, {found.published} published; newest batch {found.batch}"
+    closed = ", ".join(f"{name} {n}" for name, n in found.closed.items()) or "none"
+    yield f"groups      {found.open_groups} open, {found.candidates} candidates wait; closed: {closed}"
+    for worker in found.workers:
+        alive = "" if worker.alive else ", gone"
+        yield (f"worker      {worker.worker} ({worker.incarnation[:8]}) serves {worker.version}, {worker.free} of "
+               f"{worker.capacity} slots free, heartbeat {worker.heard_s:.1f} s ago{alive}")  # fmt: skip
+    for role, ago in found.signs_s.items():
+        yield f"{role:11} {f'last wrote {ago:.1f} s ago' if ago is not None else 'has written nothing'}"
+    yield f"dead        {found.dead_letters} letters"
+    yield f"held up by  {found.held_up_by}"
+
+
+# ------------------------------------------------------------------------------------------------------ the pieces
+
+
+def _site(bootstrap: str | None, config: Path | None) -> tuple[dict[str, Any], str]:
+    site = load_site(config)
+    if bootstrap:
+        site = site.model_copy(update={"kafka": {**site.kafka, "bootstrap.servers": bootstrap}})
+    return kafka_config(site), site.prefix
+
+
+def _open(run: str, bootstrap: str | None, config: Path | None) -> Run:
+    return open_run(run, *_site(bootstrap, config))
+
+
+def _run_row(name: str, bootstrap: str | None, config: Path | None) -> Row:
+    """Of a run of the list: from `policy` alone, which is small."""
+    source = _open(name, bootstrap, config)
+    rows = [fact for fact in read_facts(source.snapshot(), POLICY, 0, Failures())]
+    newest = KINDS["versions"](rows)
+    return {"run": name, "version": newest[-1]["id"] if newest else None, "model": source.settings.model.path,
+            "created_ms": rows[0].timestamp_ms, "newest_ms": rows[-1].timestamp_ms}  # fmt: skip
+
+
+def _start(text: str) -> Start:
+    if text in ("earliest", "latest"):
+        return "earliest" if text == "earliest" else "latest"
+    with contextlib.suppress(ValueError):
+        return int(text)
+    with contextlib.suppress(ValueError):
+        return datetime.fromisoformat(text)
+    raise SettingsError(f"--from {text!r}: give an offset, a time such as 2026-01-31T12:00, earliest or latest")
+
+
+def _where(rows: list[Row], conditions: list[str]) -> list[Row]:
+    for condition in conditions:
+        name, equals, value = condition.partition("=")
+        if not equals or (rows and name not in rows[0]):
+            columns = ", ".join(rows[0]) if rows else "none"
+            raise SettingsError(f"--where {condition!r}: give column=value; columns are {columns}")
+        rows = [row for row in rows if _matches(row.get(name), value)]
+    return rows
+
+
+def _matches(held: Any, value: str) -> bool:
+    if isinstance(held, bool):
+        return value.lower() in (("true", "yes", "1") if held else ("false", "no", "0"))
+    if isinstance(held, int | float):
+        with contextlib.suppress(ValueError):
+            return float(value) == float(held)
+    return value == ("" if held is None else str(held))
+
+
+def _records_of(run: Run, facts: list[Fact[Any]], kind: str, wanted: str) -> Iterator[dict[str, Any]]:
+    """Everything on the log about one thing: the records that decided it, and an episode's own events."""
+    group, _, slot = wanted.rpartition("/") if kind == "episodes" else (wanted, "", "")
+    names = {
+        "episodes": ("group", group), "groups": ("group", group), "batches": ("batch", wanted),
+        "versions": ("version", wanted), "replicas": ("incarnation", wanted), "tasks": ("task", wanted),
+    }  # fmt: skip
+    field, value = names[kind]
+    for fact in facts:
+        held = getattr(fact.event, field, None)
+        if str(getattr(held, "id", held)) == value and slot in ("", str(getattr(fact.event, "slot", slot))):
+            yield {"at": str(fact), "time_ms": fact.timestamp_ms, "kind": type(fact.event).__name__,
+                   "event": event_row(fact.event)}  # fmt: skip
+    if kind == "episodes":
+        for record, event in run.events(TRAJECTORIES):
+            if getattr(event, "group", None) == group and str(getattr(event, "slot", None)) == slot:
+                yield record_row(record, event, run.topics)
+
+
+def _say(lines: Any) -> None:
+    for line in lines:
+        print(line)
+
+
+@contextlib.contextmanager
+def _until_interrupted() -> Iterator[threading.Event]:
+    """Ctrl-C, and a reader of our output that has seen enough, end it in silence."""
+    stop = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: stop.set())
+    try:
+        yield stop
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
+    finally:
+        signal.signal(signal.SIGINT, before)
