@@ -1,0 +1,156 @@
+"""How Headrace talks to Kafka: the client properties that everything else relies on are decided here and nowhere else.
+
+Producers are idempotent, never give a record up by time, and hold a bounded queue. Consumers are assigned, commit
+nothing, read only what is committed, and stop at a position that is gone instead of jumping over the gap. What
+librdkafka has to say goes to the logger `headrace.kafka`, never to the terminal.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeVar
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from headrace.schemas.errors import BrokerUnreachable, LogError, SettingsError
+from headrace.schemas.topics import TopicSpec
+
+KafkaConfig = Mapping[str, str | int | bool]
+Isolation = Literal["read_committed", "read_uncommitted"]
+T = TypeVar("T")
+
+_log = logging.getLogger("headrace.kafka")
+_log.addHandler(logging.NullHandler())  # else logging's last resort prints warnings to stderr
+
+_EVERY_CLIENT: KafkaConfig = {
+    "client.id": "headrace",
+    "log_level": 4,
+    "reconnect.backoff.max.ms": 500,  # back within half a second of the broker's return, not within ten
+    # The default of 100 makes back-to-back transactions wait 90 ms each for the markers of the one before.
+    "retry.backoff.ms": 10,
+    # A topic is there before anyone writes to it: an unknown one is a mistake, and 30 s is long to wait for that.
+    "topic.metadata.propagation.max.ms": 5000,
+}
+
+_PRODUCER: KafkaConfig = {
+    **_EVERY_CLIENT,
+    "enable.idempotence": True,
+    "acks": "all",
+    "compression.type": "zstd",
+    "linger.ms": 5,
+    "partitioner": "murmur2_random",
+    # An outage fills this queue, and then the caller hears of it; memory stays bounded.
+    "queue.buffering.max.kbytes": 64 << 10,
+    "queue.buffering.max.messages": 100_000,
+}
+
+_CONSUMER: KafkaConfig = {
+    **_EVERY_CLIENT,
+    "group.id": "headrace-reader",  # the client insists on one; nothing joins it and nothing is committed to it
+    "enable.auto.commit": False,
+    "enable.auto.offset.store": False,
+    "auto.offset.reset": "error",
+    "enable.partition.eof": True,
+    "check.crcs": True,
+    "queued.max.messages.kbytes": 16 << 10,
+    "fetch.queue.backoff.ms": 20,  # a full queue is looked at again soon: the default of 1 s would halve throughput
+    "fetch.error.backoff.ms": 50,
+}
+
+
+def producer(config: KafkaConfig, **over: str | int | bool) -> Producer:
+    """Idempotent; records wait for the broker for ever (`message.timeout.ms=0`), in a queue that raises BufferError
+    when full. `over` are further client properties."""
+    return _make(Producer, {**_PRODUCER, "message.timeout.ms": 0, **config, **over})
+
+
+def transactional_producer(config: KafkaConfig, transactional_id: str, timeout_s: float) -> Producer:
+    """Not yet initialised. The broker aborts a transaction that stays open for `timeout_s`."""
+    own = {"transactional.id": transactional_id, "transaction.timeout.ms": int(timeout_s * 1000)}
+    return _make(Producer, {**_PRODUCER, **config, **own})
+
+
+def consumer(config: KafkaConfig, isolation: Isolation = "read_committed") -> Consumer:
+    """For assign() only. It reports ends of partitions, and a position that is gone as `_AUTO_OFFSET_RESET`."""
+    return _make(Consumer, {**_CONSUMER, **config, "isolation.level": isolation})
+
+
+def admin(config: KafkaConfig) -> AdminClient:
+    return _make(AdminClient, {**_EVERY_CLIENT, **config})
+
+
+def check_broker(config: KafkaConfig, timeout_s: float = 5.0) -> str:
+    """The cluster's id. Raises BrokerUnreachable when no broker answers in time."""
+    said: list[KafkaError] = []
+    client = _make(AdminClient, {**_EVERY_CLIENT, **config, "error_cb": said.append})
+    try:
+        return str(client.list_topics(timeout=timeout_s).cluster_id)
+    except KafkaException as error:
+        client.poll(0)  # serves error_cb
+        reasons = [str(one.str()) for one in said if one.code() != KafkaError._ALL_BROKERS_DOWN]
+        raise BrokerUnreachable(
+            f"no Kafka broker answers at {config.get('bootstrap.servers', '(bootstrap.servers is not set)')} within "
+            f"{timeout_s:g} s ({reasons[-1] if reasons else reason(error)}): check the [kafka] table of the site "
+            "settings, or start the development broker with `headrace broker start`"
+        ) from error
+
+
+def create_topics(config: KafkaConfig, specs: Iterable[TopicSpec], timeout_s: float = 30.0) -> list[str]:
+    """Create what is missing and return when all of it can be used. The names that were created; those that existed
+    are left as they are. Raises LogError."""
+    deadline = time.monotonic() + timeout_s
+    client = admin(config)
+    wanted = {spec.name: spec for spec in specs}
+    new = [NewTopic(s.name, num_partitions=s.partitions, replication_factor=s.replication, config=dict(s.config))
+           for s in wanted.values()]  # fmt: skip
+    created = []
+    for name, future in client.create_topics(new, operation_timeout=timeout_s, request_timeout=timeout_s).items():
+        try:
+            future.result()
+            created.append(name)
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                raise LogError(f"topic {name} was not created: {reason(error)}") from error
+    # The controller knows them now; the broker that clients ask may learn of them a moment later.
+    while missing := wanted.keys() - _led(client, deadline):
+        if time.monotonic() > deadline:
+            raise LogError(f"no leader for the topics {', '.join(sorted(missing))} within {timeout_s:g} s")
+        time.sleep(0.02)
+    return created
+
+
+def partitions(client: Consumer | Producer | AdminClient, topic: str, timeout_s: float = 30.0) -> list[int]:
+    """The partitions of a topic, ascending. Raises LogError where there is no such topic."""
+    try:
+        found = client.list_topics(topic, timeout=timeout_s).topics[topic]
+    except KafkaException as error:
+        raise LogError(f"the partitions of {topic} are not to be had: {reason(error)}") from error
+    if found.error is not None or not found.partitions:
+        raise LogError(f"there is no topic {topic}")
+    return sorted(found.partitions)
+
+
+def reason(error: BaseException) -> str:
+    """What Kafka said, in words."""
+    first = error.args[0] if error.args else error
+    return f"{first.str()} [{first.name()}]" if isinstance(first, KafkaError) else str(first)
+
+
+def _led(client: AdminClient, deadline: float) -> set[str]:
+    try:
+        topics = client.list_topics(timeout=max(0.1, deadline - time.monotonic())).topics
+    except KafkaException:
+        return set()
+    return {name for name, topic in topics.items() if topic.partitions and
+            all(one.leader >= 0 for one in topic.partitions.values())}  # fmt: skip
+
+
+def _make(factory: Callable[..., T], properties: Mapping[str, Any]) -> T:
+    try:
+        return factory(dict(properties), logger=_log)
+    except (KafkaException, ValueError, TypeError) as error:
+        raise SettingsError(f"Kafka's client refuses a property of the [kafka] table: {reason(error)}") from error

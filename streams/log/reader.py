@@ -1,0 +1,268 @@
+"""Reading the log by position, and deciding where it ends.
+
+Offsets are positions with gaps: markers of transactions and aborted records take offsets and are never shown. So no
+count is taken from watermarks, and a read to the end ends by the position that the broker names there, not by the
+offset of a last record. Readers join no consumer group and commit nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
+
+from headrace.schemas.errors import DataLossError, LogError
+
+from .clients import Isolation, KafkaConfig, consumer, partitions, reason
+
+Position = tuple[str, int]  # topic, partition
+
+# Going back, the first window is as large as the records that usually suffice; the last is bounded by memory.
+FIRST_WINDOW, LAST_WINDOW = 16, 1024
+# Wanted offsets nearer than this are fetched in one go: a fetch costs about as much as reading over that many.
+NEAR = 64
+SHORT_WAIT_MS = 10
+STALL_S = 60.0
+# The client mends these by itself.
+_PASSING = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._RESOLVE, KafkaError._TIMED_OUT,
+            KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record of the log and its address."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp_ms: int
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[tuple[str, bytes], ...] = ()
+
+
+class Reader:
+    """Reads from explicit positions. Not for several threads."""
+
+    def __init__(self, config: KafkaConfig, positions: Mapping[Position, int] | None = None,
+                 isolation: Isolation = "read_committed", *, wait_ms: int = 500):  # fmt: skip
+        """`wait_ms` is how long the broker holds back an answer that would be empty: long for one who follows the log,
+        short (SHORT_WAIT_MS) for one who looks for its end or jumps about."""
+        self._consumer = consumer({**config, "fetch.wait.max.ms": wait_ms}, isolation)
+        self._partitions: dict[str, list[int]] = {}
+        self._positions: dict[Position, int] = {}
+        self._at_end: set[Position] = set()
+        if positions:
+            self.assign(positions)
+
+    @property
+    def positions(self) -> dict[Position, int]:
+        """The next offset of each partition; beyond the markers where its end has been reached."""
+        return dict(self._positions)
+
+    @property
+    def at_end(self) -> bool:
+        """Whether each partition had been read to its end when it was last heard of."""
+        return len(self._at_end) == len(self._positions)
+
+    def assign(self, positions: Mapping[Position, int]) -> None:
+        """Go on from these positions, and from no others. Raises LogError where there is no such partition."""
+        for topic, number in positions:  # the client would wait for it in silence
+            if number not in self.partitions(topic):
+                raise LogError(f"{topic}: there is no partition {number}")
+        self._positions, self._at_end = dict(positions), set()
+        self._consumer.assign([TopicPartition(topic, number, at) for (topic, number), at in positions.items()])
+
+    def poll(self, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:
+        """The next records, in order within a partition; the first one is waited for, the others are not.
+
+        Raises DataLossError when a position is no longer (or not yet) in the log, LogError when Kafka refuses.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            records = self._fetch(max_records, max(0.0, deadline - time.monotonic()))
+            if records or time.monotonic() >= deadline:
+                return records
+
+    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Record]:
+        """Every record with start <= offset < end, then stop; `end` may lie behind markers."""
+        if start >= end:
+            return
+        place = (topic, partition)
+        self.assign({place: start})
+        moved = time.monotonic()
+        while self._positions[place] < end:
+            before = self._positions[place]
+            for record in self._fetch(500, timeout_s=1.0):
+                if record.offset >= end:
+                    return
+                yield record
+            if self._positions[place] != before:
+                moved = time.monotonic()
+            elif time.monotonic() - moved > STALL_S:
+                raise LogError(f"{topic}[{partition}]@{before}: nothing came for {STALL_S:g} s, and the end of the "
+                               f"read is {end}: an open transaction may hold it back")  # fmt: skip
+
+    def read_at(self, topic: str, partition: int, offsets: Iterable[int]) -> dict[int, Record]:
+        """The records at these offsets, by offset. Raises DataLossError where there is none."""
+        found: dict[int, Record] = {}
+        for near in _ranges(sorted(set(offsets))):
+            wanted = set(near)
+            for record in self.read(topic, partition, near[0], near[-1] + 1):
+                if record.offset in wanted:
+                    found[record.offset] = record
+            if lost := wanted - found.keys():
+                raise DataLossError(f"{topic}[{partition}]@{min(lost)}: there is no such record; it was deleted, or "
+                                    "the offset belongs to a marker or an aborted transaction")  # fmt: skip
+        return found
+
+    def partitions(self, topic: str, timeout_s: float = 30.0) -> list[int]:
+        """The partitions of a topic, ascending. Raises LogError where there is no such topic."""
+        if topic not in self._partitions:
+            self._partitions[topic] = partitions(self._consumer, topic, timeout_s)
+        return self._partitions[topic]
+
+    def bounds(self, topic: str, partition: int, timeout_s: float = 30.0) -> tuple[int, int]:
+        """The first retained offset, and where a reader of this isolation would come to a stop now."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                left = max(1.0, deadline - time.monotonic())
+                low, high = self._consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=left)
+                return int(low), int(high)
+            except KafkaException as error:
+                # Just created, or its leader moves: the broker says so at once, and knows better a moment later.
+                if error.args[0].code() not in _PASSING or time.monotonic() > deadline:
+                    raise LogError(f"{topic}[{partition}]: its offsets are not to be had: {reason(error)}") from error
+                time.sleep(0.05)
+
+    def offset_at(self, topic: str, partition: int, timestamp_ms: int, timeout_s: float = 30.0) -> int:
+        """The first offset whose record is not older; the end where all are."""
+        try:
+            asked = [TopicPartition(topic, partition, timestamp_ms)]
+            found = self._consumer.offsets_for_times(asked, timeout=timeout_s)[0]
+        except KafkaException as error:
+            raise LogError(f"{topic}[{partition}]: its offsets are not to be had: {reason(error)}") from error
+        return int(found.offset) if found.offset >= 0 else self.bounds(topic, partition, timeout_s)[1]
+
+    def close(self) -> None:
+        self._consumer.close()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:  # fmt: skip
+        self.close()
+
+    def _fetch(self, max_records: int, timeout_s: float) -> list[Record]:
+        """As poll, but back at once, perhaps with nothing, when an end of a partition is reached."""
+        first = self._consumer.poll(timeout_s)
+        if first is None:
+            return []
+        # One poll waits and one takes what is there: consume() alone would wait until all of max_records have come.
+        rest = self._consumer.consume(max_records - 1, 0) if max_records > 1 else []
+        return [record for message in (first, *rest) if (record := self._take(message)) is not None]
+
+    def _take(self, message: Message) -> Record | None:
+        place = (str(message.topic()), int(message.partition() or 0))
+        error, offset = message.error(), message.offset()
+        if error is not None:
+            self._note(error, place, offset)
+            return None
+        if place not in self._positions or offset is None:  # left over from an earlier assignment
+            return None
+        self._positions[place] = offset + 1
+        self._at_end.discard(place)
+        headers: Any = message.headers() or ()
+        return Record(*place, offset, message.timestamp()[1], message.key(), message.value(),
+                      tuple((name, value) for name, value in headers))  # fmt: skip
+
+    def _note(self, error: KafkaError, place: Position, offset: int | None) -> None:
+        if error.code() == KafkaError._PARTITION_EOF:
+            if place in self._positions and offset is not None:
+                self._positions[place] = max(offset, self._positions[place])
+                self._at_end.add(place)
+            return
+        if error.code() in _PASSING or (error.retriable() and not error.fatal()):
+            return
+        where = f"{place[0]}[{place[1]}]@{self._positions.get(place, offset)}"
+        if error.code() == KafkaError._AUTO_OFFSET_RESET:
+            raise DataLossError(f"{where}: this position is not in the log: what was there has been deleted, or the "
+                                "topic was truncated or made anew; start from a position that is retained")  # fmt: skip
+        raise LogError(f"{where}: {error.str()} [{error.name()}]")
+
+
+def read_range(config: KafkaConfig, topic: str, partition: int, start: int, end: int) -> Iterator[Record]:
+    """Every committed record with start <= offset < end."""
+    with Reader(config, wait_ms=SHORT_WAIT_MS) as reader:
+        yield from reader.read(topic, partition, start, end)
+
+
+def read_at(config: KafkaConfig, topic: str, partition: int, offsets: Iterable[int]) -> dict[int, Record]:
+    """The records at these offsets, by offset. Raises DataLossError where there is none."""
+    with Reader(config, wait_ms=SHORT_WAIT_MS) as reader:
+        return reader.read_at(topic, partition, offsets)
+
+
+def beginning_offsets(config: KafkaConfig, topic: str) -> dict[int, int]:
+    """The first retained offset of each partition."""
+    return {partition: low for partition, (low, _) in _bounds(config, topic).items()}
+
+
+def end_offsets(config: KafkaConfig, topic: str) -> dict[int, int]:
+    """Where a read-committed reader of each partition would come to a stop now: its last stable offset."""
+    return {partition: high for partition, (_, high) in _bounds(config, topic).items()}
+
+
+def offsets_at(config: KafkaConfig, topic: str, timestamp_ms: int) -> dict[int, int]:
+    """The first offset of each partition whose record is not older; the end where all are."""
+    with Reader(config, wait_ms=SHORT_WAIT_MS) as reader:
+        return {partition: reader.offset_at(topic, partition, timestamp_ms) for partition in reader.partitions(topic)}
+
+
+def read_backwards(config: KafkaConfig, topic: str, partition: int, end: int | None = None) -> Iterator[Record]:
+    """Committed records from the one before `end` (default: the newest) back to the oldest that is retained."""
+    window = FIRST_WINDOW
+    with Reader(config, wait_ms=SHORT_WAIT_MS) as reader:
+        low, high = reader.bounds(topic, partition)
+        end = high if end is None else min(end, high)
+        while end > low:
+            start = max(low, end - window)
+            yield from reversed(list(reader.read(topic, partition, start, end)))
+            end, window = start, min(2 * window, LAST_WINDOW)
+
+
+def read_backwards_until(config: KafkaConfig, topic: str, partition: int,
+                         predicate: Callable[[Record], bool]) -> list[Record]:  # fmt: skip
+    """The newest record that satisfies `predicate` and all after it, in log order; all of them where none does."""
+    kept = []
+    for record in read_backwards(config, topic, partition):
+        kept.append(record)
+        if predicate(record):
+            break
+    return kept[::-1]
+
+
+def last_record(config: KafkaConfig, topic: str, partition: int) -> Record | None:
+    """The newest committed record, although the log ends with markers; None where there is none."""
+    return next(read_backwards(config, topic, partition), None)
+
+
+def _bounds(config: KafkaConfig, topic: str) -> dict[int, tuple[int, int]]:
+    with Reader(config, wait_ms=SHORT_WAIT_MS) as reader:
+        return {partition: reader.bounds(topic, partition) for partition in reader.partitions(topic)}
+
+
+def _ranges(offsets: list[int]) -> Iterator[list[int]]:
+    """Split ascending offsets where the gap is wide."""
+    start = 0
+    for i in range(1, len(offsets) + 1):
+        if i == len(offsets) or offsets[i] - offsets[i - 1] > NEAR:
+            if start < i:
+                yield offsets[start:i]
+            start = i
