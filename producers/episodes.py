@@ -103,13 +103,15 @@ class EpisodeWriter:
             raise ProducerClosed(f"{self._where()} has ended")
         if self._open is not None and self._open.source != source:
             self.flush()
-        for begin in range(0, len(tokens), self._limit):
-            part = slice(begin, begin + self._limit)
+        begin = 0
+        while begin < len(tokens):
             if self._open is None:
                 self._open = _Open(source, self._turn, time.monotonic())
+            part = slice(begin, begin + self._limit - len(self._open.tokens))
             self._open.tokens += tokens[part]
             self._open.logprobs += logprobs[part]
             self._open.versions += versions[part]
+            begin = part.stop
             if len(self._open.tokens) >= self._limit:
                 self.flush()
 

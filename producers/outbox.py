@@ -29,6 +29,7 @@ class Outbox:
         self._producer = clients.producer(kafka, **{"queue.buffering.max.kbytes": max(1, max_bytes >> 10)})
         self._broken: KafkaError | None = None
         self._closed = False
+        self._unsent = 0  # the client's own count includes what it has to say to its logger
         self.failures: list[tuple[str, str]] = []  # (key, reason) of events that will never be delivered
         atexit.register(self._left_open)
 
@@ -43,11 +44,12 @@ class Outbox:
             try:
                 self._producer.produce(topic, value=value, key=None if key is None else key.encode(),
                                        on_delivery=self._delivered)  # fmt: skip
+                self._unsent += 1
                 return
             except BufferError as error:
                 if time.monotonic() >= end:
                     raise Backpressure(
-                        f"{len(self._producer)} events wait for the broker and the queue is full: try again later; "
+                        f"{self._unsent} events wait for the broker and the queue is full: try again later; "
                         "nothing was lost"
                     ) from error
                 self._producer.poll(0.05)
@@ -56,6 +58,7 @@ class Outbox:
                 raise ProducerClosed(f"the producer failed: {error.args[0].str()}; open a new one") from error
 
     def _delivered(self, error: KafkaError | None, message: Message) -> None:
+        self._unsent -= 1
         if error is not None:
             key = message.key()
             self.failures.append((key.decode() if isinstance(key, bytes) else "", error.str()))
@@ -68,7 +71,8 @@ class Outbox:
 
     def flush(self, timeout_s: float) -> int:
         """Wait for deliveries; returns how many events are still unsent."""
-        return int(self._producer.flush(timeout_s))
+        self._producer.flush(timeout_s)
+        return self._unsent
 
     def close(self, timeout_s: float = 30.0) -> int:
         """Drain; returns how many events could not be sent within the deadline."""
@@ -77,6 +81,6 @@ class Outbox:
         return self.flush(timeout_s)
 
     def _left_open(self) -> None:
-        if len(self._producer):
-            print(f"headrace: this process ends with {len(self._producer)} events unsent; close() the producer first",
+        if self._unsent:
+            print(f"headrace: this process ends with {self._unsent} events unsent; close() the producer first",
                   file=sys.stderr)  # fmt: skip

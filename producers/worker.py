@@ -1,8 +1,8 @@
 """The worker: runs the slots that a lease names for this incarnation, and nothing else.
 
 One thread drives everything in turn: leases in, prompts from the environment host, one engine step, spans out, verdicts
-in, weights between steps, a heartbeat each second. So a heartbeat means that the loop itself is alive. The incarnation is
-new at each start, and the end of `tasks` is sought before the first heartbeat: an older lease can't be taken up.
+in, weights between steps, a heartbeat each second. So a heartbeat means that the loop itself is alive. The incarnation
+is new at each start, and the end of `tasks` is sought before the first heartbeat: an older lease can't be taken up.
 """
 
 from __future__ import annotations
