@@ -25,7 +25,9 @@ Position = tuple[str, int]  # topic, partition
 FIRST_WINDOW, LAST_WINDOW = 16, 1024
 # Wanted offsets nearer than this are fetched in one go: a fetch costs about as much as reading over that many.
 NEAR = 64
-SHORT_WAIT_MS = 10
+# How long the broker holds back an answer that would be empty. An end is known only by such an answer, and a jump waits
+# for the one that is out; who follows the log would only ask more often.
+FOLLOWING_WAIT_MS, JUMPING_WAIT_MS = 100, 10
 STALL_S = 60.0
 # The client mends these by itself.
 _PASSING = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._RESOLVE, KafkaError._TIMED_OUT,
@@ -49,9 +51,9 @@ class Reader:
     """Reads from explicit positions. Not for several threads."""
 
     def __init__(self, config: KafkaConfig, positions: Mapping[Position, int] | None = None,
-                 isolation: Isolation = "read_committed", *, wait_ms: int = 500):  # fmt: skip
-        """`wait_ms` is how long the broker holds back an answer that would be empty: long for one who follows the log,
-        short (SHORT_WAIT_MS) for one who looks for its end or jumps about."""
+                 isolation: Isolation = "read_committed"):  # fmt: skip
+        """With positions it follows the log from there; without, it is for `read` and `read_at`."""
+        wait_ms = FOLLOWING_WAIT_MS if positions else JUMPING_WAIT_MS
         self._consumer = consumer({**config, "fetch.wait.max.ms": wait_ms}, isolation)
         self._partitions: dict[str, list[int]] = {}
         self._positions: dict[Position, int] = {}
@@ -199,13 +201,13 @@ class Reader:
 
 def read_range(config: KafkaConfig, topic: str, partition: int, start: int, end: int) -> Iterator[Record]:
     """Every committed record with start <= offset < end."""
-    with Reader(config, wait_ms=SHORT_WAIT_MS) as reader:
+    with Reader(config) as reader:
         yield from reader.read(topic, partition, start, end)
 
 
 def read_at(config: KafkaConfig, topic: str, partition: int, offsets: Iterable[int]) -> dict[int, Record]:
     """The records at these offsets, by offset. Raises DataLossError where there is none."""
-    with Reader(config, wait_ms=SHORT_WAIT_MS) as reader:
+    with Reader(config) as reader:
         return reader.read_at(topic, partition, offsets)
 
 
@@ -221,14 +223,14 @@ def end_offsets(config: KafkaConfig, topic: str) -> dict[int, int]:
 
 def offsets_at(config: KafkaConfig, topic: str, timestamp_ms: int) -> dict[int, int]:
     """The first offset of each partition whose record is not older; the end where all are."""
-    with Reader(config, wait_ms=SHORT_WAIT_MS) as reader:
+    with Reader(config) as reader:
         return {partition: reader.offset_at(topic, partition, timestamp_ms) for partition in reader.partitions(topic)}
 
 
 def read_backwards(config: KafkaConfig, topic: str, partition: int, end: int | None = None) -> Iterator[Record]:
     """Committed records from the one before `end` (default: the newest) back to the oldest that is retained."""
     window = FIRST_WINDOW
-    with Reader(config, wait_ms=SHORT_WAIT_MS) as reader:
+    with Reader(config) as reader:
         low, high = reader.bounds(topic, partition)
         end = high if end is None else min(end, high)
         while end > low:
@@ -254,7 +256,7 @@ def last_record(config: KafkaConfig, topic: str, partition: int) -> Record | Non
 
 
 def _bounds(config: KafkaConfig, topic: str) -> dict[int, tuple[int, int]]:
-    with Reader(config, wait_ms=SHORT_WAIT_MS) as reader:
+    with Reader(config) as reader:
         return {partition: reader.bounds(topic, partition) for partition in reader.partitions(topic)}
 
 

@@ -1,0 +1,49 @@
+# Everything runs from .venv, which the first target that needs it makes.
+#   make demo [STEPS=n] [RUN=name] [SEED=s]     train a small language model from a log
+#   make test [TIER=all]                        unit and integration tests; TIER=all runs the slow ones too
+#   make lint | bench | clean
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+# The pins in constraints.txt were tested on 3.11; the first interpreter that is new enough is taken.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	"$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+$(STAMP): constraints.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with its venv module is needed: install it, or say make PYTHON=/path/to/python" >&2; exit 2; }
+	@echo "making $(VENV) with $$($(PYTHON) --version); the first time takes a minute or two"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/python -m headrace.demo $(if $(STEPS),--steps $(STEPS)) $(if $(RUN),--run $(RUN)) $(if $(SEED),--seed $(SEED))
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest tests $(if $(filter all,$(TIER)),,-m "not slow")
+
+# Type checkers can't follow the editable install's hook: links show them the same mapping.
+lint: $(STAMP)
+	@mkdir -p .types/headrace
+	@for d in schemas streams producers trainer consumers; do ln -sfn ../../$$d .types/headrace/$$d; done
+	@for f in headrace/*.py headrace/py.typed; do ln -sfn ../../$$f .types/headrace/$${f#headrace/}; done
+	@for f in .types/headrace/*; do test -e "$$f" || rm "$$f"; done
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+bench: $(STAMP)
+	@for f in benchmarks/*.py; do m=$${f#benchmarks/}; case $$m in _*|"*.py") continue;; esac; \
+		echo "== $${m%.py}"; $(BIN)/python -m benchmarks.$${m%.py} --quick; done
+
+clean:
+	rm -rf $(VENV) .types build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
