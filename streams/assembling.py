@@ -36,7 +36,6 @@ from headrace.schemas.topics import DEADLETTER, GROUPS, SAMPLES, TRAJECTORIES, R
 
 from .assembler import Closed, Fold, Refused, read_event
 from .clock import TICK_AFTER_S
-from .log import clients
 from .log.reader import Reader, Record, beginning_offsets, read_at, read_backwards
 from .log.transactions import Output, Send, Transactor
 from .progress import Progress
@@ -55,7 +54,7 @@ def run_assembler(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSett
                   partitions: Sequence[int] | None = None) -> None:  # fmt: skip
     """Fold these partitions (default: all) until `stop`. Raises Fenced where another process took one over."""
     name = topics.name(TRAJECTORIES)
-    owned = list(partitions) if partitions is not None else clients.partitions(kafka, name)
+    owned = list(range(settings.log.partitions) if partitions is None else partitions)
     with ExitStack() as stack:
         begin = beginning_offsets(kafka, name)
         parts = {p: _Partition(kafka, topics, p, begin[p], SPAN_BYTES // len(owned)) for p in owned}
