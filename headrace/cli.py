@@ -88,6 +88,7 @@ def start(
     config: Annotated[Path | None, typer.Option(help="file whose [site] part to use")] = None,
     bootstrap: Annotated[str | None, typer.Option(help="Kafka's address, HOST:PORT")] = None,
     stop_at: Annotated[int | None, typer.Option(help="version at which the trainer ends")] = None,
+    name: Annotated[str | None, typer.Option(help="a worker's name; keep it over restarts")] = None,
     parent: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run one role, in this process."""
@@ -107,7 +108,7 @@ def start(
         site = site.model_copy(update={"stop_at": stop_at})
     kafka = kafka_config(site)
     topics = RunTopics(run, site.prefix)
-    raise typer.Exit(run_role(role, kafka, topics, open_settings(kafka, topics).settings, site))
+    raise typer.Exit(run_role(role, kafka, topics, open_settings(kafka, topics).settings, site, name))
 
 
 @broker_app.command("start")

@@ -37,18 +37,18 @@ FINAL = 3
 _FINAL_ERRORS = (SettingsError, RunNotFound, ModelError, NoProgress, TasksExhausted, NonFiniteLogprob, ReplayMismatch,
                  CheckpointError, EnvironmentFailed, InvalidRecord, UndecodableRecord)  # fmt: skip
 
-Role = Callable[[Mapping[str, Any], RunTopics, RunSettings, SiteSettings, threading.Event], None]
+Role = Callable[[Mapping[str, Any], RunTopics, RunSettings, SiteSettings, threading.Event, str | None], None]
 
 
 def _assembler(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings,
-               stop: threading.Event) -> None:  # fmt: skip
+               stop: threading.Event, name: str | None) -> None:  # fmt: skip
     from headrace.streams.assembling import run_assembler
 
     run_assembler(kafka, topics, settings, stop)
 
 
 def _coordinator(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings,
-                 stop: threading.Event) -> None:  # fmt: skip
+                 stop: threading.Event, name: str | None) -> None:  # fmt: skip
     from headrace.streams.coordinating import run_coordinator
     from headrace.streams.tasks import task_source
 
@@ -56,14 +56,15 @@ def _coordinator(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSetti
 
 
 def _worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings,
-            stop: threading.Event) -> None:  # fmt: skip
+            stop: threading.Event, name: str | None) -> None:  # fmt: skip
     from headrace.producers.worker import run_worker
 
-    run_worker(kafka, topics, settings, stop, slots=site.slots, device=site.device, threads=site.worker_threads)
+    run_worker(kafka, topics, settings, stop, name=name, slots=site.slots, device=site.device,
+               threads=site.worker_threads)  # fmt: skip
 
 
 def _trainer(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings,
-             stop: threading.Event) -> None:  # fmt: skip
+             stop: threading.Event, name: str | None) -> None:  # fmt: skip
     from headrace.trainer.loop import run_trainer
 
     run_trainer(kafka, topics, settings, stop, state_dir=state_dir(site, topics.run), stop_at=site.stop_at,
@@ -78,14 +79,15 @@ ROLES: dict[str, Role] = {
 }
 
 
-def run_role(role: str, kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings) -> int:
+def run_role(role: str, kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings,
+             name: str | None = None) -> int:  # fmt: skip
     """Run one role until it ends or the process is asked to. Returns the exit code."""
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr)
     stop = threading.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: stop.set())
     try:
-        ROLES[role](kafka, topics, settings, site, stop)
+        ROLES[role](kafka, topics, settings, site, stop, name)
         return 0
     except HeadraceError as error:
         print(f"headrace {role}: {error}", file=sys.stderr, flush=True)

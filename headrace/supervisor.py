@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -144,7 +145,7 @@ class Supervisor:
         with open(child.log, "ab") as log:
             child.process = subprocess.Popen(
                 [sys.executable, "-m", "headrace", "start", child.role, self.topics.run, "--config",
-                 str(self.config_file), "--parent", str(os.getpid()),
+                 str(self.config_file), "--parent", str(os.getpid()), "--name", f"{socket.gethostname()}-{child.name}",
                  *(["--stop-at", str(self.stop_at)] if self.stop_at is not None else [])],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 env={**os.environ, BOOTSTRAP_VARIABLE: str(self.kafka["bootstrap.servers"])},

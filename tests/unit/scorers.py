@@ -24,3 +24,7 @@ def misbehave(item: dict[str, Any], text: str) -> float | None:
         return float("nan")
     print("a verifier that talks")
     return 1.0
+
+
+def vowels(item: dict[str, Any], text: str) -> float | None:
+    return sum(letter in "aeiou" for letter in text.lower()) / max(1, len(text))
