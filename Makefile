@@ -26,7 +26,7 @@ $(STAMP): constraints.txt pyproject.toml
 	@touch $@
 
 demo: $(STAMP)
-	@$(BIN)/python -m headrace.demo $(if $(STEPS),--steps $(STEPS)) $(if $(RUN),--run $(RUN)) $(if $(SEED),--seed $(SEED))
+	@$(BIN)/python examples/demo.py $(if $(STEPS),--steps $(STEPS)) $(if $(RUN),--run $(RUN)) $(if $(SEED),--seed $(SEED))
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest tests $(if $(filter all,$(TIER)),,-m "not slow")
