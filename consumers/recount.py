@@ -168,7 +168,7 @@ class Recount:
     def _kind(self, event: EpisodeStarted | Span | EpisodeEnded, record: Record) -> str | None:
         """None: it belongs to its group. Else what an addendum calls it."""
         closure, group = self.closures.get(event.group), self.groups.get(event.group)
-        if closure is not None and record.offset > closure.event.cause:
+        if closure is not None and not closure.event.opened <= record.offset <= closure.event.cause:
             return "late"
         if group is None:  # opened below what is retained, or never
             return None if closure is not None else "late"

@@ -32,7 +32,8 @@ class Progress:
     read_from: int = 0
     clock: LogClock = field(default_factory=LogClock)  # as it stood at `read_from`
     chain: Chain = field(default_factory=Chain)
-    ended: set[tuple[str, int, int]] = field(default_factory=set)
+    # A failed attempt is named again when a deadline ends its slot, so that `ends_slot` is part of its name.
+    ended: set[tuple[str, int, int, bool]] = field(default_factory=set)
     closed: set[tuple[str, int]] = field(default_factory=set)
 
     pending: list[Effect] = field(default_factory=list)
@@ -49,7 +50,7 @@ class Progress:
             if position is None:
                 progress.chain = Chain.after(record, value)
             if isinstance(record, AttemptEnded):
-                progress.ended.add((record.group, record.slot, record.attempt))
+                progress.ended.add((record.group, record.slot, record.attempt, record.ends_slot))
             elif isinstance(record, GroupClosed):
                 progress.closed.add((record.group, record.opened))
             elif isinstance(record, Position):
@@ -79,7 +80,7 @@ class Progress:
 
     def _due(self, effect: Effect) -> bool:
         if isinstance(effect, AttemptEnded):
-            return (effect.group, effect.slot, effect.attempt) not in self.ended
+            return (effect.group, effect.slot, effect.attempt, effect.ends_slot) not in self.ended
         if isinstance(effect, Closed):
             return (effect.record.group, effect.record.opened) not in self.closed
         return effect.cause >= self.position

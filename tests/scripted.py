@@ -22,6 +22,13 @@ from headrace.schemas.events import (
     VersionRun,
 )
 from headrace.schemas.outcomes import Boundary, Outcome, Purpose, Source
+from headrace.schemas.settings import RunSettings
+
+
+def run_settings(**sections: Any) -> RunSettings:
+    plain: dict[str, Any] = {"model": {"path": "unused"}, "tasks": {"dataset": "chain_sum"}}
+    return RunSettings.model_validate(plain | sections)
+
 
 TASK = Task("chain_sum-0-0", "reasoning_gym", "{}", 0)
 

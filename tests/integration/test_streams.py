@@ -2,56 +2,44 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
-
 from headrace.create import create_run
 from headrace.schemas.chain import Chain
 from headrace.schemas.codec import decode, encode
-from headrace.schemas.errors import Fenced
 from headrace.schemas.events import (
-    Addendum,
-    DeadLetter,
     GroupClosed,
     Heartbeat,
     Lease,
     LeaseEnded,
     Manifest,
-    Position,
     Publication,
     SampleChunk,
     Version,
 )
 from headrace.schemas.payload import content_hash, from_chunks
-from headrace.schemas.settings import BatchSettings, LogSettings, ModelSettings, RolloutSettings, RunSettings, TaskSettings
-from headrace.schemas.topics import ALL_TOPICS, FLEET, GROUPS, POLICY, SAMPLES, TASKS, TRAJECTORIES, RunTopics
+from headrace.schemas.settings import RunSettings
+from headrace.schemas.topics import FLEET, GROUPS, POLICY, SAMPLES, TASKS, TRAJECTORIES, RunTopics
 from headrace.streams.assembling import run_assembler
 from headrace.streams.coordinating import run_coordinator
 from headrace.streams.log import clients
 from headrace.streams.log.reader import Reader, beginning_offsets, end_offsets, read_at, read_range
 from headrace.streams.log.transactions import Transactor
 from headrace.streams.tasks import task_source
-from tests.scripted import Script
+from tests.scripted import Script, run_settings
 
 Kafka = Mapping[str, Any]
 
 
 def settings(**rollout: Any) -> RunSettings:
-    return RunSettings(
-        model=ModelSettings(path="unused"),
-        tasks=TaskSettings(dataset="chain_sum"),
-        rollout=RolloutSettings(**({"group_size": 2, "lease_timeout_s": 3.0} | rollout)),
-        batch=BatchSettings(groups=3, max_lag=1),
-        log=LogSettings(partitions=2, commit_ms=50),
+    return run_settings(
+        rollout={"group_size": 2, "lease_timeout_s": 3.0} | rollout,
+        batch={"groups": 3, "max_lag": 1},
+        log={"partitions": 2, "commit_ms": 50},
     )
 
 
@@ -104,9 +92,10 @@ class Trainer:
         self._transactor.send([Output(self._topic, 0, self._chain.extend(event))])
 
     def version(self, number: int, rho: float = 0.01) -> None:
-        self._put(Version(**self._chain.link(), writer="trainer", version=number, parent=number - 1, batch=number or -1,
-                          batch_offset=-1, batch_digest=b"", hash_algorithm="none", served_hash=b"", train_hash=b"",
-                          rho=rho, rho_tokens=100, groups=(), metrics={}, fingerprint="{}", committed_ms=0))  # fmt: skip
+        self._put(Version(**self._chain.link(), writer="trainer", version=number, parent=number - 1,
+                          batch=number or -1, batch_offset=-1, batch_digest=b"", hash_algorithm="none", served_hash=b"",
+                          train_hash=b"", rho=rho, rho_tokens=100, groups=(), metrics={}, fingerprint="{}",
+                          committed_ms=0))  # fmt: skip
         self._put(Publication(**self._chain.link(), writer="trainer", version=number, kind="path", base=-1,
                               base_hash=b"", hash_algorithm="none", served_hash=b"", path="x", chunks=(), size=0,
                               changed=0, elements=0, published_ms=0))  # fmt: skip
@@ -120,7 +109,8 @@ class Worker:
 
     def __init__(self, kafka: Kafka, topics: RunTopics, name: str = "w", capacity: int = 8,
                  judge: Callable[[str, int], float] | None = None) -> None:  # fmt: skip
-        self._topics, self.name, self.incarnation, self._capacity = topics, name, f"{name}-{time.monotonic_ns()}", capacity
+        self._topics, self._capacity = topics, capacity
+        self.name, self.incarnation = name, f"{name}-{time.monotonic_ns()}"
         self._judge = judge or (lambda group, slot: float(slot == 0))
         self._producer = clients.producer(kafka)
         tasks = topics.name(TASKS)
