@@ -196,7 +196,7 @@ def _start(home: Path, *, owner: bool, heap: str, config: Mapping[str, str | int
         form = ["kafka.tools.StorageTool", "format", "-t", _new_cluster_id(), "-c", str(properties)]
         done = subprocess.run([*base, *form], capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if done.returncode:
-            raise BrokerError(f"{home / 'data'} could not be formatted:\n{(done.stdout + done.stderr).strip()[-2000:]}")
+            raise BrokerError(f"{home / 'data'} could not be formatted:\n{_telling(done.stdout + done.stderr)}")
     cluster_id = _cluster_id(home)
 
     # 4. The process.
@@ -330,5 +330,10 @@ def _last_lines(home: Path, start: int) -> str:
     log = home / "broker.log"
     with open(log, "rb") as file:
         file.seek(max(start, log.stat().st_size - (64 << 10)))
-        lines = file.read().decode(errors="replace").splitlines()
-    return f"; the last lines of {log}:\n" + "\n".join("  " + line for line in lines[-LAST_LINES:])
+        return f"; the last lines of {log}:\n{_telling(file.read().decode(errors='replace'))}"
+
+
+def _telling(output: str) -> str:
+    """Its last lines, without the frames of stack traces."""
+    lines = [line for line in output.splitlines() if line.strip() and not line.startswith("\tat ")]
+    return "\n".join("  " + line for line in lines[-LAST_LINES:])

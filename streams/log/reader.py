@@ -73,9 +73,8 @@ class Reader:
 
     def assign(self, positions: Mapping[Position, int]) -> None:
         """Go on from these positions, and from no others. Raises LogError where there is no such partition."""
-        for topic, number in positions:  # the client would wait for it in silence
-            if number not in self.partitions(topic):
-                raise LogError(f"{topic}: there is no partition {number}")
+        for topic, number in positions:  # the client would wait for a missing one in silence
+            self._check(topic, number)
         self._positions, self._at_end = dict(positions), set()
         self._consumer.assign([TopicPartition(topic, number, at) for (topic, number), at in positions.items()])
 
@@ -130,6 +129,7 @@ class Reader:
 
     def bounds(self, topic: str, partition: int, timeout_s: float = 30.0) -> tuple[int, int]:
         """The first retained offset, and where a reader of this isolation would come to a stop now."""
+        self._check(topic, partition, timeout_s)
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -144,6 +144,7 @@ class Reader:
 
     def offset_at(self, topic: str, partition: int, timestamp_ms: int, timeout_s: float = 30.0) -> int:
         """The first offset whose record is not older; the end where all are."""
+        self._check(topic, partition, timeout_s)
         try:
             asked = [TopicPartition(topic, partition, timestamp_ms)]
             found = self._consumer.offsets_for_times(asked, timeout=timeout_s)[0]
@@ -160,6 +161,10 @@ class Reader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:  # fmt: skip
         self.close()
+
+    def _check(self, topic: str, partition: int, timeout_s: float = 30.0) -> None:
+        if partition not in self.partitions(topic, timeout_s):
+            raise LogError(f"{topic}: there is no partition {partition}")
 
     def _fetch(self, max_records: int, timeout_s: float) -> list[Record]:
         """As poll, but back at once, perhaps with nothing, when an end of a partition is reached."""

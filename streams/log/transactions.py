@@ -1,9 +1,11 @@
 """Writing several records as one, exactly once, under a transactional id that one process owns.
 
-Who opens a Transactor takes the id over: its last owner is fenced and its open transaction is gone. What a failure
-means is decided here: an abortable one is aborted and everything is built and sent again (so records that name offsets
-get new ones); a commit that may pass is asked for again; being fenced, or any fatal error, ends this Transactor, and
-its owner comes back only with a fresh one, after reading from the log what became of the last transaction.
+Who opens a Transactor takes the id over: its last owner is fenced, its open transaction is gone, and what it committed
+can be read (a commit is acknowledged a moment before readers see it; a broker that dies in between leaves it to this
+call). So a position is read from the log after taking over, never before. What a failure means is decided here: an
+abortable one is aborted and everything is built and sent again (so records that name offsets get new ones); a commit
+that may pass is asked for again; being fenced, or any fatal error, ends this Transactor, and its owner comes back only
+with a fresh one, after reading from the log what became of the last transaction.
 """
 
 from __future__ import annotations
@@ -165,6 +167,7 @@ class Transactor:
                 if self._left() <= 0:
                     message = f"{what}: no answer within {self._timeout_s:g} s ({retry})"
                     raise self._die(LogError(f"transactional id {self.transactional_id}: {message}")) from retry
+                time.sleep(PAUSE_S)
 
     def _call(self, call: Callable[[], T]) -> T:
         """Make a call and turn Kafka's error into ours."""
