@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from headrace.schemas.topics import (
-    ALL_TOPICS,
     BATCHES,
     DEADLETTER,
     EVALS,
@@ -27,7 +26,7 @@ from headrace.schemas.topics import (
     RunTopics,
 )
 from headrace.streams.log.clients import KafkaConfig
-from headrace.streams.log.reader import Reader, Record, beginning_offsets, end_offsets
+from headrace.streams.log.reader import Reader, Record
 
 # Referring topics before those that they refer to.
 _CUT_ORDER = (POLICY, WEIGHTS, BATCHES, GROUPS, SAMPLES, DEADLETTER, TRAJECTORIES, TASKS, FLEET, EVALS)
@@ -59,22 +58,25 @@ class Snapshot:
     def __init__(self, kafka: KafkaConfig, topics: RunTopics):
         self.run = topics.run
         self._kafka, self._topics = kafka, topics
-        self._first = {topic: beginning_offsets(kafka, topics.name(topic)) for topic in ALL_TOPICS}
-        self._settled = {topic: end_offsets(kafka, topics.name(topic)) for topic in ALL_TOPICS}
-        time.sleep(_MARKERS_S)
-        self._end = {topic: end_offsets(kafka, topics.name(topic)) for topic in _CUT_ORDER}
+        with Reader(kafka) as reader:
+
+            def bounds(topic: str) -> list[tuple[int, int]]:
+                name = topics.name(topic)
+                return [reader.bounds(name, p) for p in reader.partitions(name)]
+
+            self._lower = {topic: bounds(topic) for topic in _CUT_ORDER}
+            time.sleep(_MARKERS_S)
+            self._upper = {topic: bounds(topic) for topic in _CUT_ORDER}
 
     def partitions(self, topic: str) -> int:
-        return len(self._end[topic])
+        return len(self._upper[topic])
 
     def first(self, topic: str, partition: int) -> int:
-        return self._first[topic][partition]
+        return self._upper[topic][partition][0]
 
     def settled(self, topic: str, partition: int) -> int:
-        return self._settled[topic][partition]
+        return self._lower[topic][partition][1]
 
     def records(self, topic: str, partition: int) -> Iterator[Record]:
         with Reader(self._kafka) as reader:
-            yield from reader.read(
-                self._topics.name(topic), partition, self._first[topic][partition], self._end[topic][partition]
-            )
+            yield from reader.read(self._topics.name(topic), partition, *self._upper[topic][partition])

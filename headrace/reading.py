@@ -18,13 +18,14 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.consumers.facts import Fact, Failures, read_facts
+from headrace.consumers.facts import Fact
 from headrace.consumers.figures import Figures, Quantiles, figures
 from headrace.consumers.ledger import Ledger, audit
 from headrace.consumers.run import Run, Start, list_runs, open_run
 from headrace.consumers.state import State, state
 from headrace.consumers.tables import KINDS, Row, read_small
 from headrace.schemas.errors import SettingsError
+from headrace.schemas.events import Version
 from headrace.schemas.outcomes import Account
 from headrace.schemas.topics import ALL_TOPICS, DEADLETTER, POLICY, TRAJECTORIES
 
@@ -204,11 +205,11 @@ def _open(run: str, bootstrap: str | None, config: Path | None) -> Run:
 
 def _run_row(name: str, bootstrap: str | None, config: Path | None) -> Row:
     """Of a run of the list: from `policy` alone, which is small."""
-    source = _open(name, bootstrap, config)
-    rows = [fact for fact in read_facts(source.snapshot(), POLICY, 0, Failures())]
-    newest = KINDS["versions"](rows)
-    return {"run": name, "version": newest[-1]["id"] if newest else None, "model": source.settings.model.path,
-            "created_ms": rows[0].timestamp_ms, "newest_ms": rows[-1].timestamp_ms}  # fmt: skip
+    run = _open(name, bootstrap, config)
+    records = list(run.events(POLICY))
+    newest = max((event.version for _, event in records if isinstance(event, Version)), default=None)
+    return {"run": name, "version": newest, "model": run.settings.model.path,
+            "created_ms": records[0][0].timestamp_ms, "newest_ms": records[-1][0].timestamp_ms}  # fmt: skip
 
 
 def _start(text: str) -> Start:
