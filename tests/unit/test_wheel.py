@@ -60,8 +60,8 @@ def test_an_installed_wheel_round_trips_a_record_without_the_source_tree(wheel: 
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     python = str(environment / "bin" / "python")
-    pip = [sys.executable, "-m", "pip", "--python", python]
-    done = subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)], capture_output=True, text=True)
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", str(wheel)]
+    done = subprocess.run(pip, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     # Dependencies come from this environment: a plain path in a .pth file adds its packages, while the .pth files in
     # it, the editable install's among them, are not run.
