@@ -347,7 +347,12 @@ def test_transactions_and_records_survive_a_broker_that_dies_and_comes_back(tmp_
     clients.create_topics(kafka, [TopicSpec("committed", 1, 1, {}), TopicSpec("plain", 1, 1, {})])
     transactor = Transactor(kafka, "writer")
     plain = clients.producer(kafka, **{"queue.buffering.max.messages": 1000})
-    failed: list[Any] = []
+    failed: list[KafkaError] = []
+
+    def delivered(error: KafkaError | None, message: Any) -> None:
+        if error is not None:
+            failed.append(error)
+
     with Reader(kafka, {("committed", 0): 0}) as reader:
 
         def kill_in_the_middle(send: Send) -> None:
@@ -358,7 +363,7 @@ def test_transactions_and_records_survive_a_broker_that_dies_and_comes_back(tmp_
                 sent = 0
                 with pytest.raises(BufferError):  # the queue is bounded, and says so
                     while True:
-                        plain.produce("plain", b"%d" % sent, on_delivery=lambda e, m: e and failed.append(e))
+                        plain.produce("plain", b"%d" % sent, on_delivery=delivered)
                         sent += 1
                 assert sent == 1000
                 broker = start_broker(tmp_path, owner=True)
