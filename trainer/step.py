@@ -351,7 +351,7 @@ def _refuse_non_finite(
     raise NonFiniteLogprob(
         f"{int(bad.sum())} of {len(bad)} tokens have no finite log-probability; first, token {micro.offset[first]} of"
         f" group {group.group_id}, slot {episode.slot}: behaviour {float(behaviour[first])}, trainer"
-        f" {float(logprobs[first])}. The batch was not trained"
+        f" {float(logprobs.detach()[first])}. The batch was not trained"
     )
 
 

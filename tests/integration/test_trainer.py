@@ -1,0 +1,433 @@
+"""The trainer on the real broker: what it trains follows from the log alone, whenever it dies."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.models import tiny_model
+from headrace.producers.engines import GenerationRequest, Sampling
+from headrace.producers.engines.hf import HfEngine
+from headrace.producers.publications import served_state
+from headrace.producers.receiver import Receiver
+from headrace.schemas.codec import decode
+from headrace.schemas.errors import Fenced, HeadraceError, InvalidRecord, LogError, NonFiniteLogprob, ReplayMismatch
+from headrace.schemas.events import PayloadEpisode, Publication, Version, VersionRun
+from headrace.schemas.settings import RunSettings
+from headrace.schemas.topics import BATCHES, POLICY
+from headrace.streams.log.policy import open_settings
+from headrace.streams.log.reader import Reader, Record, end_offsets, read_range
+from headrace.trainer import loop
+from headrace.trainer.fetch import fetch_batch
+from headrace.trainer.loop import Trainer, run_trainer
+from headrace.trainer.publish import Policy, PolicyHead, read_policy
+from tests.killed_trainer import BOUNDARIES, kill_at
+from tests.synthetic_run import SyntheticRun, episode, run_settings
+
+Kafka = Mapping[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("models") / "tiny", hidden=32)
+
+
+@pytest.fixture
+def run(kafka: Kafka, run_name: str, model: Path) -> Iterator[SyntheticRun]:
+    one = SyntheticRun(kafka, run_name, run_settings(model))
+    yield one
+    one.close()
+
+
+@contextmanager
+def training(run: SyntheticRun, state_dir: Path) -> Iterator[Trainer]:
+    trainer = Trainer(run.kafka, run.topics, run.settings, state_dir)
+    try:
+        trainer.start()
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def train(run: SyntheticRun, state_dir: Path, stop_at: int) -> None:
+    run_trainer(run.kafka, run.topics, run.settings, threading.Event(), state_dir, stop_at, threads=1)
+
+
+def head(run: SyntheticRun) -> PolicyHead:
+    return read_policy(run.kafka, run.topics, open_settings(run.kafka, run.topics))
+
+
+def outcome(run: SyntheticRun) -> list[tuple[Any, ...]]:
+    """What must not depend on when and how often the trainer died."""
+    return [(v.version, v.parent, v.batch, v.batch_digest, v.served_hash, v.train_hash, v.groups, v.rho)
+            for v in head(run).versions.values()]  # fmt: skip
+
+
+def manifests(run: SyntheticRun) -> list[Record]:
+    name = run.topics.name(BATCHES)
+    return list(read_range(run.kafka, name, 0, 0, end_offsets(run.kafka, name)[0]))
+
+
+def engine_of(model: Path, **options: Any) -> HfEngine:
+    return HfEngine(model, slots=12, max_tokens=128, **options)
+
+
+def sample(engine: HfEngine, seed: int) -> list[list[PayloadEpisode]]:
+    """Three groups of four, sampled by the engine as a worker would."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for _ in range(3):
+        prompt = rng.integers(3, 250, 9).tolist()
+        for slot in range(4):
+            seeded = Sampling(1.0, 12, int(rng.integers(1 << 30)))
+            engine.submit(GenerationRequest(str(slot), prompt, seeded, engine.eos_ids))
+        columns: dict[str, tuple[list[int], list[float], list[int]]] = {str(s): ([], [], []) for s in range(4)}
+        while engine.active:
+            for one in engine.step():
+                tokens, logprobs, versions = columns[one.request_id]
+                tokens += one.token_ids.tolist()
+                logprobs += one.logprobs.tolist()
+                versions += [one.version] * len(one.token_ids)
+        groups.append([episode(int(s), prompt, *column, reward=float(int(s) % 2)) for s, column in columns.items()])
+    return groups
+
+
+# --------------------------------------------------------------------------------------------- versions and weights
+
+
+def test_served_weights_after_n_deltas_equal_the_trainers_bit_for_bit(run: SyntheticRun, tmp_path: Path) -> None:
+    run.write_random_batches(12)
+    follower = engine_of(Path(run.settings.model.path))
+    receiver = Receiver(run.kafka, run.topics)
+    with training(run, tmp_path) as trainer:
+        assert receiver.load(follower)
+        trainer.run(threading.Event(), 12)
+        while follower.version < 12:
+            receiver.apply_ready(follower)
+        receiver.close()
+        newcomer = engine_of(Path(run.settings.model.path))
+        late = Receiver(run.kafka, run.topics)
+        assert late.load(newcomer)
+        late.close()
+        wanted = trainer._state.served_bits()
+        first = engine_of(Path(run.settings.model.path)).served_arrays()
+        for found in (follower.served_arrays(), newcomer.served_arrays(),
+                      served_state(run.kafka, run.topics, first, 12)):  # fmt: skip
+            assert list(found) == list(wanted)
+            assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+        assert any(not np.array_equal(first[name], wanted[name]) for name in wanted)
+    kinds = [(p.version, p.kind) for p in head(run).publications]
+    assert kinds[:2] == [(0, "path"), (1, "delta")] and (5, "snapshot") in kinds and (10, "snapshot") in kinds
+
+
+def test_versions_name_batch_parent_hashes_counts_and_figures(run: SyntheticRun, tmp_path: Path) -> None:
+    run.write_random_batches(3)
+    train(run, tmp_path, 3)
+    versions = head(run).versions
+    assert [(v.version, v.parent, v.batch) for v in versions.values()] == [(0, -1, 0), (1, 0, 1), (2, 1, 2), (3, 2, 3)]
+    third = versions[3]
+    manifest = decode(manifests(run)[2].value)
+    assert {g.group: g.trained + g.masked for g in third.groups} == {
+        ref.group: ref.model_tokens for ref in manifest.groups  # type: ignore[union-attr]
+    }
+    assert third.metrics["lag_max"] == 1 and 0 < third.metrics["lag_mean"] < 1
+    for figure in ("loss", "grad_norm", "reward", "ess", "tokens", "mismatch_max", "mismatch_mean", "waiting_s",
+                   "fetching_s", "compute_s", "committing_s", "publishing_s"):  # fmt: skip
+        assert math.isfinite(third.metrics[figure]), figure
+    assert {"torch", "cpu", "threads", "machine", "micro_batch_tokens"} <= json.loads(third.fingerprint).keys()
+
+
+def test_trainer_waits_for_its_manifest_and_saves_when_stopped(run: SyntheticRun, tmp_path: Path) -> None:
+    run.write_random_batches(1)
+    stop = threading.Event()
+    thread = threading.Thread(target=run_trainer, args=(run.kafka, run.topics, run.settings, stop, tmp_path))
+    thread.start()
+    name = run.topics.name(POLICY)
+    with Reader(run.kafka, {(name, 0): 0}) as reader:
+        seen: list[Any] = []
+        while not any(isinstance(e, Publication) and e.version == 1 for e in seen):
+            seen += [decode(record.value) for record in reader.poll(timeout_s=0.2)]
+    run.write_random_batches(1)
+    with Reader(run.kafka, {(name, 0): 0}) as reader:
+        while not any(isinstance(e, Publication) and e.version == 2 for e in seen):
+            seen += [decode(record.value) for record in reader.poll(timeout_s=0.2)]
+    stop.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert [f.name for f in (tmp_path / "checkpoints").iterdir()] == ["00000002.safetensors"]
+
+
+def test_reached_version_ends_at_once_and_a_greater_one_goes_on(run: SyntheticRun, tmp_path: Path) -> None:
+    run.write_random_batches(4)
+    train(run, tmp_path, 2)
+    before = outcome(run)
+    train(run, tmp_path, 2)
+    assert outcome(run) == before and len(before) == 3
+    train(run, tmp_path, 4)
+    assert outcome(run)[:3] == before and len(outcome(run)) == 5
+
+
+# ------------------------------------------------------------------------------------------------------------- kills
+
+
+def test_kill_at_every_boundary_leaves_no_gap_no_skip_and_no_double(
+    kafka: Kafka, run_name: str, model: Path, tmp_path: Path
+) -> None:
+    """One run is killed at each boundary in turn, another is left alone: their versions have the same hashes."""
+    settings = run_settings(model)
+    calm = SyntheticRun(kafka, f"{run_name}-calm", settings)
+    killed = SyntheticRun(kafka, f"{run_name}-killed", settings)
+    # (version, boundary): checkpoints are due at 3, 6, 9, ...; snapshots at 5, 10, ...
+    plan = list(zip((2, 4, 5, 7, 8, 10, 11, 12, 15), BOUNDARIES, strict=True))
+    last = 17
+    for run in (calm, killed):
+        run.write_random_batches(last, seed=3)
+    train(calm, tmp_path / "calm", last)
+    for version, boundary in plan:
+        code = kill_at(kafka, killed.topics, settings, tmp_path / "killed", last, boundary, version)
+        assert code == -9, f"{boundary}: exit code {code}"
+    train(killed, tmp_path / "killed", last)
+    assert outcome(killed) == outcome(calm)
+    assert [v.version for v in head(killed).versions.values()] == list(range(last + 1))
+    engine, receiver = engine_of(model), Receiver(kafka, killed.topics)
+    assert receiver.load(engine) and engine.version == last and receiver.refusals == []
+    receiver.close()
+    with training(calm, tmp_path / "calm") as trainer:
+        wanted = trainer._state.served_bits()
+    assert all(np.array_equal(engine.served_arrays()[name], wanted[name]) for name in wanted)
+    calm.close()
+    killed.close()
+
+
+def test_version_whose_base_is_lost_is_published_as_a_snapshot(run: SyntheticRun, tmp_path: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Committed, saved, but not published: the next start has the weights and no base."""
+    run.write_random_batches(2)
+    train(run, tmp_path, 1)
+    with training(run, tmp_path) as trainer:
+        monkeypatch.setattr(trainer._publisher, "publish", lambda *_: trainer._save())
+        trainer.run(threading.Event(), 2)
+    assert (head(run).committed, head(run).published) == (2, 1)
+    train(run, tmp_path, 2)
+    newest = head(run).publications[-1]
+    assert (newest.version, newest.kind) == (2, "snapshot")
+    engine, receiver = engine_of(Path(run.settings.model.path)), Receiver(run.kafka, run.topics)
+    assert receiver.load(engine) and engine.version == 2
+    receiver.close()
+
+
+def test_publication_that_fails_moves_neither_base_nor_version(run: SyntheticRun, tmp_path: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    run.write_random_batches(2)
+    with training(run, tmp_path) as trainer:
+        trainer.run(threading.Event(), 1)
+        honest = Policy.write
+
+        def write(self: Policy, *makers: Any) -> None:
+            if "publication" in makers[0].__qualname__:
+                raise LogError("the broker is gone")
+            honest(self, *makers)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Policy, "write", write)
+            with pytest.raises(LogError):
+                trainer.run(threading.Event(), 2)
+        base = trainer._publisher._base
+        assert base is not None and base.version == 1
+    assert (head(run).committed, head(run).published) == (2, 1)
+    train(run, tmp_path, 2)
+    assert [(p.version, p.kind) for p in head(run).publications][-1] == (2, "delta"), "trained again from version 1"
+
+
+def test_second_trainer_fences_the_first_which_can_neither_commit_nor_publish(
+    run: SyntheticRun, tmp_path: Path
+) -> None:
+    run.write_random_batches(2)
+    with training(run, tmp_path / "a") as first:
+        first.run(threading.Event(), 1)
+        with training(run, tmp_path / "b") as second:
+            with pytest.raises(Fenced):
+                first.run(threading.Event(), 2)
+            second.run(threading.Event(), 2)
+    assert [v.version for v in head(run).versions.values()] == [0, 1, 2]
+
+
+# ------------------------------------------------------------------------------------------------------------ replay
+
+
+def test_retraining_without_a_checkpoint_gives_the_same_bits(
+    run: SyntheticRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.write_random_batches(5)
+    train(run, tmp_path / "first", 4)
+    with caplog.at_level(logging.INFO, logger="headrace.trainer"):
+        train(run, tmp_path / "empty", 5)
+    assert caplog.text.count("both hashes as recorded") == 4
+    assert len(head(run).versions) == 6
+
+
+def test_difference_in_replay_stops_the_run_and_says_what_differs(
+    run: SyntheticRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.write_random_batches(2)
+    train(run, tmp_path / "first", 2)
+    honest = loop.step_settings
+    monkeypatch.setattr(loop, "step_settings", lambda s: replace(honest(s), learning_rate=1.1e-4))
+    with pytest.raises(ReplayMismatch) as raised:
+        train(run, tmp_path / "empty", 3)
+    recorded = head(run).versions[1]
+    for part in ("version 1", recorded.served_hash.hex(), recorded.train_hash.hex(), "Fingerprint", "checkpoint"):
+        assert part in str(raised.value)
+    assert len(head(run).versions) == 3, "nothing was written"
+
+
+def test_same_offsets_give_the_identical_batch(run: SyntheticRun) -> None:
+    run.write_random_batches(2)
+    record = manifests(run)[1]
+    with Reader(run.kafka) as reader:
+        one, two = (fetch_batch(reader, run.topics, record, run.settings.staleness) for _ in range(2))
+    assert one.digest == two.digest and len(one.groups) == 3
+    for a, b in zip(one.groups, two.groups, strict=True):
+        for x, y in zip(a.episodes, b.episodes, strict=True):
+            assert (x.slot, x.reward, x.temperature) == (y.slot, y.reward, y.temperature)
+            for column in ("prompt", "tokens", "mask", "logprobs", "versions", "weights"):
+                assert np.array_equal(getattr(x, column), getattr(y, column))
+
+
+@pytest.mark.parametrize("damage", ["digest", "content", "missing"])
+def test_altered_or_missing_samples_are_refused_by_address(run: SyntheticRun, tmp_path: Path, damage: str) -> None:
+    groups = [[episode(slot, [5, 6, 7], [9, 10], [-5.0, -5.0], [0, 0], float(slot % 2)) for slot in range(4)]]
+    run.write_batch(groups, damage=damage)
+    with pytest.raises(HeadraceError, match=r"samples\[0\]@\d+|groups\[0\]@\d+"):
+        train(run, tmp_path, 1)
+    assert head(run).committed == 0, "nothing was trained"
+
+
+def test_manifest_out_of_turn_is_refused_by_address(run: SyntheticRun, tmp_path: Path) -> None:
+    run.batch = 4
+    run.write_random_batches(1)
+    with pytest.raises(InvalidRecord, match=r"batches\[0\]@0: batch 5 for version 4 where batch 1 is due"):
+        train(run, tmp_path, 1)
+
+
+def test_segments_that_miss_tokens_are_refused(run: SyntheticRun, tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    from tests import synthetic_run
+
+    monkeypatch.setattr(synthetic_run, "model_runs", lambda e: [VersionRun(0, 1)])
+    run.write_random_batches(1)
+    with pytest.raises(InvalidRecord, match=r"batches\[0\]@0: group g00000000: slot 0: its segments"):
+        train(run, tmp_path, 1)
+
+
+def test_non_finite_logprob_is_one_clear_error(run: SyntheticRun, tmp_path: Path) -> None:
+    groups = [[episode(s, [5, 6, 7], [9, 10], [-5.0, -np.inf], [0, 0], float(s % 2)) for s in range(4)]]
+    run.write_batch(groups)
+    with pytest.raises(NonFiniteLogprob, match="group g00000000, slot 0"):
+        train(run, tmp_path, 1)
+    assert head(run).committed == 0
+
+
+# --------------------------------------------------------------------------------------------- staleness, alignment
+
+
+def weights_of(run: SyntheticRun, record: Record, settings: RunSettings) -> set[float]:
+    with Reader(run.kafka) as reader:
+        batch = fetch_batch(reader, run.topics, record, settings.staleness)
+    return {float(w) for group in batch.groups for e in group.episodes for w in e.weights[e.mask]}
+
+
+def test_recorded_weight_acts_only_where_it_is_asked_to_but_zero_always_masks(run: SyntheticRun, model: Path) -> None:
+    def batch() -> list[list[PayloadEpisode]]:
+        return [[episode(s, [5, 6], [9, 10], [-5.0, -5.0], [0, 0], float(s % 2)) for s in range(4)]]
+
+    run.write_batch(batch(), weight=0.25)
+    run.write_batch(batch(), weight=0.0)
+    quarter, zero = manifests(run)
+    expected = {"auto": {1.0}, "never": {1.0}, "always": {0.25}}
+    for rule, found in expected.items():
+        settings = run_settings(model, staleness={"apply": rule})
+        assert weights_of(run, quarter, settings) == found
+        assert weights_of(run, zero, settings) == {0.0}
+
+
+def test_tokens_beyond_the_hard_lag_are_masked_at_use(run: SyntheticRun, model: Path) -> None:
+    run.batch = 9
+    run.write_batch([[episode(s, [5, 6], [9, 10], [-5.0, -5.0], [0, 1], float(s % 2)) for s in range(4)]])
+    (record,) = manifests(run)
+    assert weights_of(run, record, run_settings(model, staleness={"hard_lag": 8})) == {0.0, 1.0}
+    assert weights_of(run, record, run_settings(model, staleness={"hard_lag": 9})) == {1.0}
+
+
+def test_engine_and_trainer_agree_at_lag_0_from_version_0_to_10(run: SyntheticRun, tmp_path: Path) -> None:
+    """The same weights give the same log-probabilities in both, to float32's rounding; one position off fails."""
+    engine, receiver = engine_of(Path(run.settings.model.path)), Receiver(run.kafka, run.topics)
+    with training(run, tmp_path) as trainer:
+        assert receiver.load(engine)
+        for target in range(11):
+            while engine.version < target:
+                receiver.apply_ready(engine)
+            run.write_batch(sample(engine, seed=target))
+            trainer.run(threading.Event(), target + 1)
+        groups = sample_after(receiver, engine, 11)
+        shifted = [[shift(e) for e in group] for group in groups]
+        run.write_batch(shifted)
+        trainer.run(threading.Event(), 12)
+    receiver.close()
+    versions = head(run).versions
+    worst = {v.version: v.metrics["mismatch_max"] for v in versions.values() if v.version}
+    assert all(worst[n] < 1e-4 for n in range(1, 12)), worst
+    assert worst[12] > 0.1, "the shifted mutant"
+
+
+def sample_after(receiver: Receiver, engine: HfEngine, version: int) -> list[list[PayloadEpisode]]:
+    while engine.version < version:
+        receiver.apply_ready(engine)
+    return sample(engine, seed=99)
+
+
+def shift(one: PayloadEpisode) -> PayloadEpisode:
+    """Each token with the log-probability of its neighbour."""
+    from headrace.schemas.columns import pack_float32, unpack_float32
+
+    prompt, generated = one.spans
+    assert generated.logprobs is not None
+    rolled = np.roll(unpack_float32(generated.logprobs), 1)
+    return replace(one, spans=(prompt, replace(generated, logprobs=pack_float32(rolled))))
+
+
+def test_ledger_vouches_for_versions_and_publications(run: SyntheticRun, tmp_path: Path) -> None:
+    """The independent count agrees with what the trainer wrote into `policy` and `weights`."""
+    from headrace.consumers.facts import Failures, read_facts
+    from headrace.consumers.proofs import check_policy, check_weights
+    from headrace.consumers.source import Snapshot
+
+    run.write_random_batches(6)
+    train(run, tmp_path, 6)
+    source, failures = Snapshot(run.kafka, run.topics), Failures()
+    policy = list(read_facts(source, POLICY, 0, failures))
+    versions = check_policy(policy, list(read_facts(source, BATCHES, 0, failures)), failures)
+    check_weights(source, policy, failures)
+    assert not failures.lines and sorted(versions) == list(range(7))
+    assert all(isinstance(fact.event, Version) for fact in versions.values())
