@@ -21,7 +21,7 @@ from headrace.consumers.run import Run, open_run
 from headrace.create import create_run
 from headrace.models import smollm2
 from headrace.producers.engines import GenerationRequest, Sampling
-from headrace.producers.engines.hf import HFEngine
+from headrace.producers.engines.hf import HfEngine
 from headrace.producers.environments.gym import GYM
 from headrace.producers.outbox import Outbox
 from headrace.producers.publications import served_state
@@ -61,7 +61,7 @@ def held_out(config: Config) -> list[Task]:
     return [task for i in range(HELD_OUT) if (task := source.at(i)) is not None]
 
 
-def evaluate(engine: HFEngine, tasks: list[Task], max_new_tokens: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+def evaluate(engine: HfEngine, tasks: list[Task], max_new_tokens: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """The verifier's score of a greedy answer to each task: float64 [tasks]."""
     for i, task in enumerate(tasks):
         prompt = engine.encode_chat(GYM.messages(task))
@@ -80,7 +80,7 @@ def score(config: Config, kafka: Mapping[str, Any], run: Run, version: int, what
             return told(event, what)
     began = time.monotonic()
     settings = config.settings
-    engine = HFEngine(settings.model.path, slots=64, max_tokens=settings.model.max_length, dtype=settings.model.dtype,
+    engine = HfEngine(settings.model.path, slots=64, max_tokens=settings.model.max_length, dtype=settings.model.dtype,
                       compute_dtype=settings.model.compute_dtype)  # fmt: skip
     served_hash = b""
     if version > 0:

@@ -124,7 +124,7 @@ def _near(model: type[BaseModel], loc: tuple[int | str, ...]) -> str:
 
     known: Any = model
     for part in loc[:-1]:
-        field = known.model_fields.get(part) if isinstance(known, type) and issubclass(known, BaseModel) else None
+        field = known.model_fields.get(str(part)) if isinstance(known, type) and issubclass(known, BaseModel) else None
         known = field.annotation if field is not None else None
     if not (isinstance(known, type) and issubclass(known, BaseModel)):
         return ""

@@ -499,7 +499,7 @@ class Version(Authored):
 
 @dataclass(frozen=True, slots=True)
 class Publication(Authored):
-    """The version exists for receivers. `kind`: `path` (a model folder), `snapshot` or `delta` (chunks in `weights`)."""
+    """The version exists for receivers. `kind`: `path` (of a model), `snapshot` or `delta` (chunks in `weights`)."""
 
     version: int
     kind: str
@@ -628,8 +628,9 @@ class DeadLetter:
 
 Event = (
     Lease | LeaseEnded | EpisodeStarted | Span | EpisodeEnded | Exhausted | Tick | SampleChunk | GroupPayload
-    | AttemptEnded | GroupClosed | Addendum | Position | Manifest | Disposed | RunCreated | SettingsChanged | Version
-    | Publication | WeightChunk | Heartbeat | HandBack | LeaseRequest | PublicationClock | FleetTick | Score | DeadLetter
+    | AttemptEnded | GroupClosed | Addendum | Position | Manifest | Disposed | RunCreated | SettingsChanged
+    | Version | Publication | WeightChunk | Heartbeat | HandBack | LeaseRequest | PublicationClock | FleetTick
+    | Score | DeadLetter
 )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ class RolloutSettings(Section):
     on_deadline: Literal["survivors", "cancel", "wait"] = Field("survivors", description="what a deadline does")
     zero_variance: Literal["refill", "keep"] = Field("refill", description="groups whose rewards are all equal")
     score_timeout_s: PositiveFloat = Field(30.0, description="a verifier that takes longer has failed (infrastructure)")
-    lease_timeout_s: PositiveFloat = Field(15.0, description="a worker without heartbeats for so long has lost its slots")
+    lease_timeout_s: PositiveFloat = Field(15.0, description="a worker silent for so long has lost its slots")
 
 
 class BatchSettings(Section):
@@ -78,7 +78,7 @@ class BatchSettings(Section):
     max_lag: Annotated[int, Field(ge=0)] = Field(1, description="versions that sampling may run ahead of training; "
                                                                 "0 is strictly synchronous")  # fmt: skip
     max_ahead: Annotated[int, Field(ge=0)] = Field(1, description="manifests written before the version they wait for")
-    max_groups_per_batch: Positive | None = Field(None, description="closed groups without a batch before the run gives "
+    max_groups_per_batch: Positive | None = Field(None, description="groups without a batch before the run gives "
                                                                     "up; none: 50 batches' worth")  # fmt: skip
 
     @property
@@ -97,9 +97,9 @@ class StalenessSettings(Section):
 
 class LossSettings(Section):
     truncate_above: PositiveFloat | None = Field(2.0, description="token importance ratios are cut off here (TIS)")
-    mask_below: Annotated[float, Field(ge=0)] = Field(0.125, description="a token with a smaller ratio gets no gradient")
-    mask_above: PositiveFloat | None = Field(8.0, description="a token with a larger ratio gets no gradient; none: no limit")
-    advantage: Literal["grpo", "centered"] = Field("grpo", description="divide by the group's deviation, or only centre")
+    mask_below: Annotated[float, Field(ge=0)] = Field(0.125, description="a smaller ratio gets no gradient")
+    mask_above: PositiveFloat | None = Field(8.0, description="a larger ratio gets no gradient; none: no limit")
+    advantage: Literal["grpo", "centered"] = Field("grpo", description="divide by the deviation, or only centre")
     denominator: Literal["token_mean", "sequence_mean"] = Field("token_mean", description="what the loss averages over")
 
     @model_validator(mode="after")
@@ -118,7 +118,7 @@ class OptimizerSettings(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: PositiveFloat = Field(1.0, description="gradients are scaled down to this norm")
     micro_batch_tokens: Positive = Field(2048, description="tokens of one forward; changes memory and speed only")
-    probe_tokens: Annotated[int, Field(ge=0)] = Field(256, description="tokens on which the drift of a step is measured")
+    probe_tokens: Annotated[int, Field(ge=0)] = Field(256, description="tokens on which a step's drift is measured")
 
 
 class WeightSettings(Section):
@@ -126,7 +126,7 @@ class WeightSettings(Section):
 
 
 class CheckpointSettings(Section):
-    every: Positive = Field(10, description="versions between checkpoints; versions after one are trained again on resume")
+    every: Positive = Field(10, description="versions between checkpoints; those after one are trained again on resume")
     keep: Positive = Field(2, description="checkpoints kept")
 
 

@@ -134,14 +134,14 @@ def _attempts(events: Sequence[_Event], slot: int, until: int) -> list[_Attempt]
                 if one.slot == slot and (not leases or one.attempt > leases[-1][0]):
                     leases.append((one.attempt, entry.event.incarnation, entry.offset))
     ends = [begin for _, _, begin in leases[1:]] + [until + 1]
-    return [_Attempt(*lease, end) for lease, end in zip(leases, ends, strict=True)]
+    return [_Attempt(*lease, end) for lease, end in zip(leases, ends, strict=False)]
 
 
 def _of(events: Sequence[_Event], slot: int, attempt: _Attempt) -> Iterator[_Event]:
-    """What the lessee wrote for it, each sequence number once."""
+    """What the lessee wrote for it, once it had the lease."""
     for entry in events:
         e = entry.event
-        if isinstance(e, EpisodeStarted | Span | EpisodeEnded):
+        if isinstance(e, EpisodeStarted | Span | EpisodeEnded) and entry.offset > attempt.begin:
             if (e.slot, e.attempt, e.incarnation) == (slot, attempt.attempt, attempt.incarnation):
                 yield entry
 
@@ -162,10 +162,14 @@ def _whole(events: Sequence[_Event], slot: int, attempt: _Attempt, until: int) -
 def _slot_end(events: Sequence[_Event], slot: int) -> _End | None:
     spec, last = events[0].event.spec, events[-1].offset
     outcomes: list[str | None] = []
-    for attempt in _attempts(events, slot, last):
+    attempts = _attempts(events, slot, last)
+    given_up = [(e.offset, e.event.attempt) for e in events if isinstance(e.event, Exhausted) and e.event.slot == slot]
+    if given_up and (not attempts or given_up[0][0] < attempts[0].begin):
+        return _End(given_up[0][0], "infra_failure", None, -1)
+    for attempt in attempts:
         end = _attempt_end(events, slot, attempt)
-        exhausted = next((e.offset for e in events if isinstance(e.event, Exhausted) and e.event.slot == slot
-                          and e.event.attempt == attempt.attempt and e.offset < attempt.end), None)  # fmt: skip
+        exhausted = next((offset for offset, number in given_up
+                          if number == attempt.attempt and attempt.begin < offset < attempt.end), None)  # fmt: skip
         if exhausted is not None and (end is None or exhausted < end.offset or end.outcome not in TRAINABLE):
             if end is None or exhausted < end.offset or end.attempt + 1 < spec.max_attempts:
                 return _End(exhausted, "infra_failure", None, attempt.attempt)

@@ -159,7 +159,8 @@ class _Row:
 
         def column(name: str, dtype: type) -> NDArray[Any]:
             parts = [getattr(e, name)[o] for (_, e, _), o in zip(self.siblings, offsets, strict=True)]
-            return np.concatenate(parts).astype(dtype)
+            joined: NDArray[Any] = np.concatenate(parts).astype(dtype)
+            return joined
 
         temperatures = [np.full(len(o), e.temperature) for (_, e, _), o in zip(self.siblings, offsets, strict=True)]
         return MicroBatch(

@@ -239,7 +239,7 @@ class HfEngine:
                 self._leave(index)
                 return
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def step(self) -> list[Progress]:
         joining = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._slots - len(self._rows)))]
         logits = []

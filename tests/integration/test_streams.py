@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
+from headrace.consumers.ledger import audit
+from headrace.consumers.source import Snapshot
 from headrace.create import create_run
+from headrace.producers.sdk import Producer, open_producer
 from headrace.schemas.chain import Chain
 from headrace.schemas.codec import decode, encode
+from headrace.schemas.errors import Fenced
 from headrace.schemas.events import (
+    Addendum,
+    DeadLetter,
     GroupClosed,
     Heartbeat,
     Lease,
     LeaseEnded,
     Manifest,
+    Position,
     Publication,
     SampleChunk,
+    Task,
     Version,
 )
 from headrace.schemas.payload import content_hash, from_chunks
 from headrace.schemas.settings import RunSettings
-from headrace.schemas.topics import FLEET, GROUPS, POLICY, SAMPLES, TASKS, TRAJECTORIES, RunTopics
+from headrace.schemas.topics import DEADLETTER, FLEET, GROUPS, POLICY, SAMPLES, TASKS, TRAJECTORIES, RunTopics
 from headrace.streams.assembling import run_assembler
 from headrace.streams.coordinating import run_coordinator
 from headrace.streams.log import clients
-from headrace.streams.log.reader import Reader, beginning_offsets, end_offsets, read_at, read_range
-from headrace.streams.log.transactions import Transactor
+from headrace.streams.log.reader import Reader, beginning_offsets, end_offsets, last_record, read_at, read_range
+from headrace.streams.log.transactions import Output, Transactor
 from headrace.streams.tasks import task_source
 from tests.scripted import Script, run_settings
 
@@ -87,8 +99,6 @@ class Trainer:
         self._chain = Chain()
 
     def _put(self, event: Version | Publication) -> None:
-        from headrace.streams.log.transactions import Output
-
         self._transactor.send([Output(self._topic, 0, self._chain.extend(event))])
 
     def version(self, number: int, rho: float = 0.01) -> None:
@@ -180,3 +190,204 @@ def test_a_scripted_run_becomes_batches_that_hold_what_was_sampled(kafka: Kafka,
         assert content_hash(payload) == ref.content_hash == closure.content_hash
         assert [episode.reward for episode in payload.episodes] == [1.0, 0.0]
         assert all(sum(s.count for s in e.spans if s.source == "model") == 4 for e in payload.episodes)
+
+
+def audited(kafka: Kafka, topics: RunTopics) -> list[str]:
+    """What the ledger has to say against the streams. (Nobody really trains here, and nobody checks these versions.)"""
+    found = audit(Snapshot(kafka, topics)).failures
+    return [line for line in found if line.startswith(("groups", "samples", "trajectories", "tasks", "batches"))
+            and "policy" not in line]  # fmt: skip
+
+
+def accounted(kafka: Kafka, topics: RunTopics, partition: int) -> bool:
+    """Whether everything in a partition of `trajectories` lies below the assembler's position."""
+    end = end_offsets(kafka, topics.name(TRAJECTORIES))[partition]
+    last = last_record(kafka, topics.name(GROUPS), partition)
+    event = decode(last.value) if last else None
+    return isinstance(event, Position) and event.offset >= end
+
+
+def test_broken_events_are_counted_and_named_and_the_partition_goes_on(kafka: Kafka, run_name: str) -> None:
+    topics, run = RunTopics(run_name), settings(max_attempts=1, deadline_s=600)
+    create_run(kafka, topics, run)
+    with open_producer(run_name, dict(kafka), unmanaged=True) as producer:
+        tasks = [Task(f"t{n}", "jsonl", "{}", 0) for n in range(2)]
+        good, bad = (producer._open(task, 2) for task in tasks)
+        raw = clients.producer(kafka)
+
+        def send(group: str, value: bytes) -> None:
+            raw.produce(topics.name(TRAJECTORIES), value, key=group)
+
+        producer.flush()
+        for lease in (good, bad):
+            scripts = [Script(lease.group, slot, 0, lease.incarnation) for slot in (0, 1)]
+            events = [[encode(event) for event in script.whole(float(script.slot))] for script in scripts]
+            if lease is good:
+                events[0] = [one for value in events[0] for one in (value, value)]
+            else:
+                del events[0][2]
+                events[1].insert(2, b"garbage")
+                send(lease.group, encode(Script(lease.group, 0, 0, "stranger").started()))
+            for value in (one for events_of_slot in events for one in events_of_slot):
+                send(lease.group, value)
+            send(lease.group, events[0][0])  # after the closure
+        raw.flush()
+    with role(run_assembler, kafka, topics, run):
+        until(lambda: len([g for g in everything(kafka, topics, GROUPS) if isinstance(g, GroupClosed)]) == 2)
+        time.sleep(0.5)
+    closures = {g.group: g for g in everything(kafka, topics, GROUPS) if isinstance(g, GroupClosed)}
+    assert [fate.outcome for fate in closures[good.group].slots] == ["model_failure", "model_success"]
+    assert [fate.reason for fate in closures[bad.group].slots] == ["sequence_gap", "stop"]
+    kinds = sorted(one.kind for one in everything(kafka, topics, GROUPS) if isinstance(one, Addendum))
+    assert kinds == ["duplicate"] * 4 + ["foreign"] + ["late"] * 2
+    (letter,) = everything(kafka, topics, DEADLETTER)
+    assert isinstance(letter, DeadLetter) and letter.value == b"garbage" and letter.kind == "UndecodableRecord"
+    (origin,) = read_at(kafka, letter.topic, letter.partition, [letter.offset]).values()
+    assert origin.value == b"garbage"
+    assert all(accounted(kafka, topics, p) for p in range(2)), "a clean stop settles what it has read"
+    assert audited(kafka, topics) == []
+
+
+def test_deadline_closes_a_group_also_after_a_stop_and_a_resume(kafka: Kafka, run_name: str) -> None:
+    topics, run = RunTopics(run_name), settings(deadline_s=4)
+    create_run(kafka, topics, run)
+    with open_producer(run_name, dict(kafka), unmanaged=True) as producer, \
+            producer.group(Task("t", "jsonl", "{}", 0), 8) as group:  # fmt: skip
+        for slot in group.slots[:-1]:
+            with group.episode(slot) as episode:
+                episode.start(temperature=1.0, max_new_tokens=4, seed=slot)
+                episode.model([1, 2], [-0.5, -0.5], version=0)
+                episode.finish(float(slot % 2))
+    with role(run_assembler, kafka, topics, run):
+        until(lambda: any(isinstance(g, Position) for g in everything(kafka, topics, GROUPS)))
+        time.sleep(1.5)
+    stopped = time.monotonic()
+    time.sleep(3)  # the log stands still meanwhile, and so does its clock
+    with role(run_assembler, kafka, topics, run):
+        until(lambda: any(isinstance(g, GroupClosed) for g in everything(kafka, topics, GROUPS)))
+    assert time.monotonic() - stopped > 3
+    (closure,) = [g for g in everything(kafka, topics, GROUPS) if isinstance(g, GroupClosed)]
+    assert [fate.reason for fate in closure.slots] == ["finished"] * 7 + ["deadline"]
+    assert 4000 <= closure.open_ms < 10_000
+    assert audited(kafka, topics) == []
+
+
+# A role in a process of its own, which holds still in the middle of its nth transaction: everything has been sent, and
+# nothing is committed.
+HOLDING = """
+import sys, threading, time
+from headrace.schemas.topics import RunTopics
+from headrace.streams.assembling import run_assembler
+from headrace.streams.coordinating import run_coordinator
+from headrace.streams.log.policy import open_settings
+from headrace.streams.log.transactions import Transactor
+from headrace.streams.tasks import task_source
+role, bootstrap, run, hold_at = sys.argv[1:]
+kafka, topics, commit, count = {"bootstrap.servers": bootstrap}, RunTopics(run), Transactor.commit, [int(hold_at)]
+def held(self, build):
+    def slow(send):
+        built = build(send)
+        count[0] -= 1
+        if count[0] == 0:
+            print("holding", flush=True)
+            time.sleep(60)
+        return built
+    return commit(self, slow)
+Transactor.commit = held
+settings = open_settings(kafka, topics).settings
+if role == "assembler":
+    run_assembler(kafka, topics, settings, threading.Event())
+else:
+    run_coordinator(kafka, topics, settings, threading.Event(), task_source(settings.tasks))
+"""
+
+
+@contextmanager
+def holding(name: str, kafka: Kafka, topics: RunTopics, hold_at: int) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen([sys.executable, "-c", HOLDING, name, kafka["bootstrap.servers"], topics.run, str(hold_at)],
+                               stdout=subprocess.PIPE, text=True)  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def killed_while_holding(process: subprocess.Popen[str], worker: Worker) -> None:
+    """Work on until the process holds an open transaction, then kill it."""
+    said: list[str] = []
+    assert process.stdout is not None
+    out = process.stdout
+    reading = threading.Thread(target=lambda: said.append(out.readline()))
+    reading.start()
+    worker.turns(lambda: bool(said), 60)
+    assert said == ["holding\n"]
+    process.kill()
+
+
+@pytest.mark.parametrize("name", ["assembler", "coordinator"])
+def test_role_killed_in_mid_transaction_loses_and_doubles_nothing(kafka: Kafka, run_name: str, name: str) -> None:
+    topics, run = RunTopics(run_name), settings()
+    create_run(kafka, topics, run)
+    trainer, worker = Trainer(kafka, topics), Worker(kafka, topics)
+    source = task_source(run.tasks)
+    own: tuple[Any, ...] = (run_assembler, kafka, topics, run)
+    other: tuple[Any, ...] = (run_coordinator, kafka, topics, run, source)
+    if name == "coordinator":
+        own, other = other, own
+    trainer.version(0)
+    with role(*other):
+        for hold_at in (1, 2, 3):
+            with holding(name, kafka, topics, hold_at) as process:
+                killed_while_holding(process, worker)
+        with role(*own):
+            for version in range(1, 3):
+                worker.turns(lambda n=version: len(manifests(kafka, topics)) >= n)  # type: ignore[misc]
+                trainer.version(version)
+    leases = [one for one in everything(kafka, topics, TASKS) if isinstance(one, Lease)]
+    leased = [(one.group, a.slot, a.attempt) for one in leases for a in one.assignments]
+    assert len(leased) == len(set(leased))
+    closed = [g.group for g in everything(kafka, topics, GROUPS) if isinstance(g, GroupClosed)]
+    assert len(closed) == len(set(closed))
+    assert [m.batch for m in manifests(kafka, topics)][:2] == [1, 2]
+    assert audited(kafka, topics) == []
+
+
+def test_second_assembler_fences_the_first(kafka: Kafka, run_name: str) -> None:
+    topics, run = RunTopics(run_name), settings(deadline_s=600)
+    create_run(kafka, topics, run)
+    task = Task("t", "jsonl", "{}", 0)
+
+    def one_group(producer: Producer) -> None:
+        with producer.group(task, 1) as group, group.episode(0) as episode:
+            episode.start(temperature=1.0, max_new_tokens=4, seed=0)
+            episode.finish(1.0)
+        producer.flush()
+
+    def closures() -> int:
+        return len([g for g in everything(kafka, topics, GROUPS) if isinstance(g, GroupClosed)])
+
+    with open_producer(run_name, dict(kafka), unmanaged=True) as producer:
+        with role(run_assembler, kafka, topics, run) as first:
+            one_group(producer)
+            until(lambda: closures() == 1)
+            with role(run_assembler, kafka, topics, run) as second:
+                until(lambda: one_group(producer) or bool(first))
+                until(lambda: closures() == producer._opened)
+            assert isinstance(first[0], Fenced) and not second
+    assert audited(kafka, topics) == []
+
+
+def test_slots_of_a_silent_worker_are_run_by_another(kafka: Kafka, run_name: str) -> None:
+    topics, run = RunTopics(run_name), settings(lease_timeout_s=2.0)
+    create_run(kafka, topics, run)
+    trainer, lost, other = Trainer(kafka, topics), Worker(kafka, topics, "lost", 100), Worker(kafka, topics, "other", 100)
+    lost.mute = True
+    trainer.version(0)
+    with role(run_assembler, kafka, topics, run), role(run_coordinator, kafka, topics, run, task_source(run.tasks)):
+        lost.turns(lambda: bool(lost.leases))
+        other.turns(lambda: bool(manifests(kafka, topics)))
+    assert {a.attempt for lease in other.leases if not lease.opens for a in lease.assignments} == {1}
+    ended = [one for one in everything(kafka, topics, TASKS) if isinstance(one, LeaseEnded)]
+    assert {(one.incarnation, one.reason) for one in ended} == {(lost.incarnation, "worker_lost")}
+    assert audited(kafka, topics) == []

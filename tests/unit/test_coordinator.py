@@ -90,7 +90,7 @@ def test_max_lag_0_is_strictly_synchronous() -> None:
         assert {lease.min_version for lease in sim.decide().tasks if isinstance(lease, Lease)} == {version}
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.integers(0, 2), st.integers(1, 4), st.lists(st.floats(0, 1), min_size=30, max_size=30), st.randoms())
 def test_pacing_keeps_going_when_most_groups_end_without_a_batch(
     max_lag: int, groups: int, dispositions: list[float], rng: random.Random

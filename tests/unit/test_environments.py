@@ -57,7 +57,8 @@ def test_scorer_that_sleeps_for_ever_is_timed_out_and_the_siblings_are_scored(ho
     hung = host.ask_score(task(), "hang", 1.0)
     after = [host.ask_score(task(), "fine", 10.0) for _ in range(3)]
     replies = collect(host, 5)
-    assert replies[hung].failed is not None and replies[hung].failed.reason == "scorer_timeout"
+    failed = replies[hung].failed
+    assert failed is not None and failed.reason == "scorer_timeout"
     for number in [before, *after]:
         verdict = replies[number].verdict
         assert verdict is not None and verdict.reward == 1.0
@@ -67,7 +68,8 @@ def test_scorer_that_kills_its_process_fails_alone(host: EnvironmentHost) -> Non
     dead = host.ask_score(task(), "die", 10.0)
     after = host.ask_score(task(), "fine", 10.0)
     replies = collect(host, 2)
-    assert replies[dead].failed is not None and replies[dead].failed.boundary == "scorer"
+    failed = replies[dead].failed
+    assert failed is not None and failed.boundary == "scorer"
     assert replies[after].verdict is not None
 
 
