@@ -398,8 +398,8 @@ class SyntheticRun:
             ),
         )
 
-    def version(self, number: int, masked: int = 0) -> None:
-        """Train batch `number` (0: the initial weights) and publish; its first group has `masked` tokens."""
+    def version(self, number: int, masked: int = 0, lost: int = 0) -> None:
+        """Train batch `number` (0: initial weights) but for `masked` and `lost` tokens of its first group; publish."""
         counts, offset, value = [], -1, b""
         if number:
             record, manifest = next(
@@ -410,7 +410,7 @@ class SyntheticRun:
             offset, value = record.offset, record.value or b""
             for index, ref in enumerate(manifest.groups):
                 out = masked if index == 0 else 0
-                counts.append(GroupCount(ref.group, ref.model_tokens - out, out))
+                counts.append(GroupCount(ref.group, ref.model_tokens - out - (0 if index else lost), out))
         served = digest(b"weights %d" % number)
         version = Version(
             **self.trainer.link(),

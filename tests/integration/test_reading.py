@@ -104,6 +104,20 @@ def test_every_tampering_with_a_copy_of_a_real_run_is_named(scripted: ScriptedRu
     assert check_every_tampering(MemoryLog.copy_of(open_run(NAME, scripted.kafka).snapshot())) > 300
 
 
+def test_the_ledger_closes_at_every_moment_of_a_run(kafka: Mapping[str, Any]) -> None:
+    run = ScriptedRun(kafka, RunTopics("moments"), scripted_settings(), extra=_mischief)
+    thread = threading.Thread(target=run.until, args=(12,))
+    thread.start()
+    opened, audits = open_run("moments", kafka), 0
+    while thread.is_alive():
+        ledger = audit(opened.snapshot())
+        assert ledger.closes, ledger.failures
+        audits += 1
+    thread.join()
+    run.close()
+    assert audit(opened.snapshot()).versions == 13 and audits > 2
+
+
 def test_figures_of_a_real_run(scripted: ScriptedRun) -> None:
     found = measure(open_run(NAME, scripted.kafka).snapshot())
     assert found.version == found.published == VERSIONS
