@@ -7,6 +7,7 @@ name says otherwise; token columns are bytes as `columns` packs them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,6 +16,8 @@ import numpy as np
 from .columns import Float32, Int32, unpack_float32, unpack_int32
 from .errors import InvalidRecord
 from .outcomes import Source
+
+_SOURCES = frozenset(Source)
 
 # ---------------------------------------------------------------------------------------------- parts of records
 
@@ -227,7 +230,7 @@ class Span:
         """Raises InvalidRecord where the columns contradict each other or a model token has no logprob."""
         if len(self.tokens) != 4 * self.count:
             raise InvalidRecord(f"a span of {self.count} tokens has {len(self.tokens)} bytes of ids")
-        if self.source not in set(Source):
+        if self.source not in _SOURCES:
             raise InvalidRecord(f"unknown span source {self.source!r}")
         for name, column, width in (("mask", self.mask, 1), ("entropies", self.entropies, 4)):
             if column is not None and len(column) != width * self.count:
@@ -238,11 +241,13 @@ class Span:
             return
         if self.logprobs is None or len(self.logprobs) != 4 * self.count:
             raise InvalidRecord("model tokens without a behaviour logprob each are refused")
-        values = unpack_float32(self.logprobs)
-        if not np.all(np.isfinite(values)):
-            raise InvalidRecord("a behaviour logprob is not finite")
-        if self.count and float(values.max()) > 1e-3:
-            raise InvalidRecord(f"a behaviour logprob is positive ({float(values.max()):.4f})")
+        if self.count:
+            values = unpack_float32(self.logprobs)
+            low, high = float(values.min()), float(values.max())  # both are nan if any is
+            if not (math.isfinite(low) and math.isfinite(high)):
+                raise InvalidRecord("a behaviour logprob is not finite")
+            if high > 1e-3:
+                raise InvalidRecord(f"a behaviour logprob is positive ({high:.4f})")
         if sum(run.count for run in self.versions) != self.count or any(run.count < 1 for run in self.versions):
             raise InvalidRecord("the policy versions do not cover the model tokens exactly")
 

@@ -68,8 +68,9 @@ class RunTopics:
                 "unclean.leader.election.enable": "false",
                 "compression.type": "producer",
             }
-            if topic == TRAJECTORIES:
-                # One clock for the fold: the leader's, not that of whoever produced the event.
+            if topic in (TRAJECTORIES, FLEET):
+                # One clock for deadlines and lease timeouts: the leader's. Those of the producers may differ, and then
+                # each change of producer would move the log's clock.
                 config["message.timestamp.type"] = "LogAppendTime"
             count = partitions if topic in BY_GROUP else 1
             out.append(TopicSpec(self.name(topic), count, replication, config))

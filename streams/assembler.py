@@ -78,6 +78,8 @@ ACCOUNT_CANDIDATE = "candidate"  # of a closure: its disposition decides later
 UNLINKED: dict[str, Any] = {"number": -1, "previous": GENESIS}  # until a commit gives the record its place
 
 EpisodeEvent = EpisodeStarted | Span | EpisodeEnded
+_EPISODE = (Span, EpisodeStarted, EpisodeEnded)
+_TRAINABLE = tuple(outcome for outcome in Outcome if outcome.trainable)
 
 
 class RecordLike(Protocol):
@@ -224,7 +226,7 @@ class Fold:
         before = (self.clock.now_ms, self.clock.last_ms)
         now = self.clock.see(record.timestamp_ms)
         self._effects, self._at = [], record.offset
-        if isinstance(event, EpisodeStarted | Span | EpisodeEnded):
+        if isinstance(event, _EPISODE):
             self._event(event, record.value or b"")
         elif isinstance(event, RecordError):
             self._effects.append(Refused(self._at, type(event).__name__, str(event)))
@@ -311,7 +313,7 @@ class Fold:
         if gap:
             self._fail(group, slot, REASON_SEQUENCE_GAP, Boundary.LOG)
         elif isinstance(event, EpisodeStarted) != (event.sequence == 0) and not (
-            isinstance(event, EpisodeEnded) and event.outcome not in ("model_success", "model_failure")
+            isinstance(event, EpisodeEnded) and event.outcome not in _TRAINABLE  # it may fail before it starts
         ):
             self._fail(group, slot, REASON_INVALID_EVENT, Boundary.PRODUCER)
         elif isinstance(event, EpisodeStarted):
