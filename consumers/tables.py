@@ -61,7 +61,9 @@ def episodes(facts: Facts) -> list[Row]:
     for event in (fact.event for fact in facts):
         if isinstance(event, AttemptEnded) and event.group not in closed:
             rows.append(_episode(event.group, event, "open", False, ""))
-    return rows
+    return sorted(
+        rows, key=lambda row: (row["id"].rpartition("/")[0], int(row["id"].rpartition("/")[2]), row["attempt"])
+    )
 
 
 def _episode(group: str, of: SlotFate | AttemptEnded, closure: str, counted: bool, versions: str) -> Row:
