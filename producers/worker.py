@@ -81,7 +81,7 @@ class Worker:
         self._capacity = capacity
         self._outbox = Outbox(kafka)
         self._host = EnvironmentHost(settings.tasks.source)
-        self._asked: dict[int, _Job] = {}  # by request number of the environment host
+        self._asked: dict[int, list[_Job]] = {}  # by request number of the environment host
         self._ready: collections.deque[_Job] = collections.deque()  # prompt known, not yet submitted
         self._decoding: dict[str, _Job] = {}
         self._jobs: dict[str, _Job] = {}  # all of them
@@ -128,7 +128,7 @@ class Worker:
     def _drain(self) -> None:
         """Hand back what hasn't begun, finish what has, within a bound."""
         self._draining = True
-        for job in [*self._ready, *(job for job in self._asked.values() if job.prompt is None)]:
+        for job in [*self._ready, *(job for jobs in self._asked.values() for job in jobs if job.prompt is None)]:
             self._hand_back(job)
         self._ready.clear()
         end = time.monotonic() + DRAIN_S
@@ -162,6 +162,7 @@ class Worker:
                         self._forget(job)
 
     def _take(self, lease: Lease) -> None:
+        jobs = []
         for assignment in lease.assignments:
             attempt = Attempt(lease.group, assignment.slot, assignment.attempt, self.incarnation)
             job = _Job(lease, attempt, EpisodeWriter(attempt, self._send, self._settings.log.span_tokens),
@@ -170,7 +171,10 @@ class Worker:
             if self._draining:
                 self._hand_back(job)
             else:
-                self._asked[self._host.ask_messages(lease.task, self._settings.rollout.score_timeout_s)] = job
+                jobs.append(job)
+        if jobs:
+            # Asked once for all siblings, so that they begin together and the engine prefills their prompt once.
+            self._asked[self._host.ask_messages(lease.task, self._settings.rollout.score_timeout_s)] = jobs
 
     def _hand_back(self, job: _Job) -> None:
         lease = job.lease
@@ -191,16 +195,16 @@ class Worker:
 
     def _take_replies(self, wait_s: float) -> None:
         for reply in self._host.poll(wait_s):
-            job = self._asked.pop(reply.request)
-            if job.key not in self._jobs:
-                continue  # taken back in the meantime
-            if reply.messages is not None:
-                job.prompt = self._engine.encode_chat(reply.messages)
-                self._ready.append(job)
-            elif job.prompt is None:
-                self._failed_to_start(job, reply)
-            else:
-                self._judged(job, reply)
+            jobs = [job for job in self._asked.pop(reply.request) if job.key in self._jobs]  # the others were taken back
+            prompt = None if reply.messages is None else self._engine.encode_chat(reply.messages)
+            for job in jobs:
+                if prompt is not None:
+                    job.prompt = prompt
+                    self._ready.append(job)
+                elif job.prompt is None:
+                    self._failed_to_start(job, reply)
+                else:
+                    self._judged(job, reply)
 
     def _failed_to_start(self, job: _Job, reply: Reply) -> None:
         assert reply.failed is not None
@@ -282,7 +286,8 @@ class Worker:
         job.stop_reason = REASON_STOP if one.finished == "stop" else REASON_LENGTH
         job.writer.flush(job.stop_reason)
         del self._decoding[job.key]
-        self._asked[self._host.ask_score(job.lease.task, self._text(job), self._settings.rollout.score_timeout_s)] = job
+        number = self._host.ask_score(job.lease.task, self._text(job), self._settings.rollout.score_timeout_s)
+        self._asked[number] = [job]
 
     # ---------------------------------------------------------------------------------------------------- out
 
