@@ -195,7 +195,7 @@ class Worker:
 
     def _take_replies(self, wait_s: float) -> None:
         for reply in self._host.poll(wait_s):
-            jobs = [job for job in self._asked.pop(reply.request) if job.key in self._jobs]  # the others were taken back
+            jobs = [job for job in self._asked.pop(reply.request) if job.key in self._jobs]
             prompt = None if reply.messages is None else self._engine.encode_chat(reply.messages)
             for job in jobs:
                 if prompt is not None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from confluent_kafka import TopicPartition
 
 from headrace.consumers.ledger import audit
 from headrace.consumers.source import Snapshot
@@ -18,7 +20,7 @@ from headrace.create import create_run
 from headrace.producers.sdk import Producer, open_producer
 from headrace.schemas.chain import Chain
 from headrace.schemas.codec import decode, encode
-from headrace.schemas.errors import Fenced
+from headrace.schemas.errors import DataLossError, Fenced
 from headrace.schemas.events import (
     Addendum,
     DeadLetter,
@@ -36,9 +38,10 @@ from headrace.schemas.events import (
 from headrace.schemas.payload import content_hash, from_chunks
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import DEADLETTER, FLEET, GROUPS, POLICY, SAMPLES, TASKS, TRAJECTORIES, RunTopics
+from headrace.streams import assembling
 from headrace.streams.assembling import run_assembler
 from headrace.streams.coordinating import run_coordinator
-from headrace.streams.log import clients
+from headrace.streams.log import clients, transactions
 from headrace.streams.log.reader import Reader, beginning_offsets, end_offsets, last_record, read_at, read_range
 from headrace.streams.log.transactions import Output, Transactor
 from headrace.streams.tasks import task_source
@@ -165,7 +168,22 @@ def manifests(kafka: Kafka, topics: RunTopics) -> list[Manifest]:
     return [one for one in everything(kafka, topics, "batches") if isinstance(one, Manifest)]
 
 
-def test_a_scripted_run_becomes_batches_that_hold_what_was_sampled(kafka: Kafka, run_name: str) -> None:
+@pytest.mark.parametrize("trouble", ["none", "every second transaction is aborted", "no memory for spans"])
+def test_a_scripted_run_becomes_batches_that_hold_what_was_sampled(
+    kafka: Kafka, run_name: str, trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if trouble == "no memory for spans":
+        monkeypatch.setattr(assembling, "SPAN_BYTES", 0)
+    elif trouble != "none":
+        send, calls = Transactor._send, itertools.count()
+
+        def sent_in_vain(self: Transactor, outputs: Sequence[Output]) -> list[int]:
+            offsets = send(self, outputs)
+            if "assembler" in self.transactional_id and outputs[0].topic.endswith(GROUPS) and next(calls) % 2 == 0:
+                raise transactions._Abort("for a test")
+            return offsets
+
+        monkeypatch.setattr(Transactor, "_send", sent_in_vain)
     topics, run = RunTopics(run_name), settings()
     create_run(kafka, topics, run)
     trainer, worker = Trainer(kafka, topics), Worker(kafka, topics)
@@ -190,6 +208,26 @@ def test_a_scripted_run_becomes_batches_that_hold_what_was_sampled(kafka: Kafka,
         assert content_hash(payload) == ref.content_hash == closure.content_hash
         assert [episode.reward for episode in payload.episodes] == [1.0, 0.0]
         assert all(sum(s.count for s in e.spans if s.source == "model") == 4 for e in payload.episodes)
+    assert audited(kafka, topics) == []
+
+
+def test_assembler_whose_input_was_deleted_says_so_and_skips_nothing(kafka: Kafka, run_name: str) -> None:
+    topics, run = RunTopics(run_name), settings(deadline_s=600)
+    create_run(kafka, topics, run)
+    with open_producer(run_name, dict(kafka), unmanaged=True) as producer:
+        lease = producer._open(Task("t", "jsonl", "{}", 0), 2)
+        producer.flush()
+        with role(run_assembler, kafka, topics, run):
+            time.sleep(1)
+        with producer.group(Task("t", "jsonl", "{}", 0), 2):
+            pass
+    name = topics.name(TRAJECTORIES)
+    (partition,) = (p for p in range(2) for r in read_range(kafka, name, p, 0, end_offsets(kafka, name)[p])
+                    if r.key == lease.group.encode() and r.offset == 0)  # fmt: skip
+    for future in clients.admin(kafka).delete_records([TopicPartition(name, partition, 1)]).values():
+        future.result()
+    with pytest.raises(DataLossError, match=f"{partition}.@0: groups that are still open begin here"):
+        run_assembler(kafka, topics, run, threading.Event())
 
 
 def audited(kafka: Kafka, topics: RunTopics) -> list[str]:
@@ -279,6 +317,7 @@ def test_deadline_closes_a_group_also_after_a_stop_and_a_resume(kafka: Kafka, ru
 HOLDING = """
 import sys, threading, time
 from headrace.schemas.topics import RunTopics
+from headrace.streams import assembling
 from headrace.streams.assembling import run_assembler
 from headrace.streams.coordinating import run_coordinator
 from headrace.streams.log.policy import open_settings
