@@ -224,8 +224,9 @@ def test_assembler_whose_input_was_deleted_says_so_and_skips_nothing(kafka: Kafk
     name = topics.name(TRAJECTORIES)
     (partition,) = (p for p in range(2) for r in read_range(kafka, name, p, 0, end_offsets(kafka, name)[p])
                     if r.key == lease.group.encode() and r.offset == 0)  # fmt: skip
-    for future in clients.admin(kafka).delete_records([TopicPartition(name, partition, 1)]).values():
-        future.result()
+    admin = clients.admin(kafka)  # it must outlive its futures
+    for future in admin.delete_records([TopicPartition(name, partition, 1)]).values():
+        future.result(10)
     with pytest.raises(DataLossError, match=f"{partition}.@0: groups that are still open begin here"):
         run_assembler(kafka, topics, run, threading.Event())
 
