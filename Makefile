@@ -19,10 +19,13 @@ help:
 
 $(STAMP): constraints.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with its venv module is needed: install it, or say make PYTHON=/path/to/python" >&2; exit 2; }
+	@command -v cc >/dev/null || { echo "a C compiler is needed (reasoning-gym's pycosat is built from source): install gcc" >&2; exit 2; }
 	@echo "making $(VENV) with $$($(PYTHON) --version); the first time takes a minute or two"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@# One of reasoning-gym's dependencies warns when it is compiled: let that happen here, in silence.
+	@$(BIN)/python -W ignore -m compileall -q $(VENV)/lib/python*/site-packages/cellpylib
 	@touch $@
 
 demo: $(STAMP)
