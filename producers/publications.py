@@ -44,6 +44,11 @@ class Publications:
         self.newest = max(self.newest, event.version)
         return True
 
+    def gone(self, retained_from: int) -> set[int]:
+        """Policy offsets of the publications whose chunks lie below the first retained offset of `weights`."""
+        every = (p for versions in self._by_version.values() for p in versions)
+        return {p.offset for p in every if p.record.chunks and p.record.chunks[0] < retained_from}
+
     def initial(self) -> Publication | None:
         """Version 0, as a model folder."""
         return next((p.record for p in self._by_version.get(0, ()) if p.record.kind == delta.PATH), None)
@@ -99,8 +104,9 @@ def served_state(kafka: Mapping[str, Any], topics: RunTopics, model: Arrays, ver
     first = check_initial(publications, topics, delta.as_state(model, dtype))
     state = delta.copy_state(delta.as_state(model, dtype))
     at, served_hash = 0, first.served_hash
+    gone = publications.gone(beginning_offsets(kafka, topics.name(WEIGHTS))[0])
     with Reader(kafka) as reader:
-        for published in publications.route(0, version):
+        for published in publications.route(0, version, gone):
             record = published.record
             delta.verify_and_apply(state, at, served_hash, record, fetch(reader, topics, record))
             at, served_hash = record.version, record.served_hash

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from headrace.schemas import delta
 from headrace.schemas.errors import DataLossError, HeadraceError, WeightsRefused, WrongBase
 from headrace.schemas.events import Publication, PublicationClock
-from headrace.schemas.topics import POLICY, RunTopics
+from headrace.schemas.topics import POLICY, WEIGHTS, RunTopics
 from headrace.streams.log.policy import open_settings
 from headrace.streams.log.reader import Reader, beginning_offsets
 
@@ -115,6 +115,8 @@ class Receiver:
                 return False
         self._hash = check_initial(self._publications, self._topics, self._state).served_hash
         self._head = engine.version
+        # Deleted by the trainer below the last but one snapshot, and no damage: others lead on.
+        self._bad = self._publications.gone(beginning_offsets(self._kafka, self._topics.name(WEIGHTS))[0])
         target = self.newest if version is None else version
         with Reader(self._kafka) as weights:
             while self._head < target and not (stop is not None and stop.is_set()):

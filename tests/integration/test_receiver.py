@@ -255,8 +255,12 @@ def test_weights_below_the_last_but_one_snapshot_are_deleted_and_not_missed(kafk
     assert beginning_offsets(kafka, source.topics.name(WEIGHTS))[0] > 0
     target = Target(model())
     with receiving(source, target) as receiver:
-        until(lambda: target.version == 10, lambda: receiver.apply_ready(target))
-        assert target.serves(source.history[10])
+        assert target.version == 10 and target.serves(source.history[10])
+        assert receiver.refusals == []
+    found = served_state(kafka, source.topics, model(), 10)
+    assert all(np.array_equal(found[name], bits) for name, bits in source.history[10].items())
+    with pytest.raises(WrongBase):
+        served_state(kafka, source.topics, model(), 2)
 
 
 def test_clocks_follow_a_publication_to_its_first_token(source: Source) -> None:

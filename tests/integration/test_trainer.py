@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +33,7 @@ from headrace.trainer import loop
 from headrace.trainer.fetch import fetch_batch
 from headrace.trainer.loop import Trainer, run_trainer
 from headrace.trainer.publish import Policy, PolicyHead, read_policy
+from headrace.trainer.step import TrainState
 from tests.killed_trainer import BOUNDARIES, kill_at
 from tests.synthetic_run import SyntheticRun, episode, run_settings
 
@@ -186,6 +188,21 @@ def test_reached_version_ends_at_once_and_a_greater_one_goes_on(run: SyntheticRu
     assert outcome(run) == before and len(before) == 3
     train(run, tmp_path, 4)
     assert outcome(run)[:3] == before and len(outcome(run)) == 5
+
+
+def test_step_that_outlasts_the_poll_interval_loses_nothing(run: SyntheticRun, tmp_path: Path,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    run.write_random_batches(3)
+    run.kafka = {**run.kafka, "session.timeout.ms": 1000, "max.poll.interval.ms": 1000}
+    honest = TrainState.train_batch
+
+    def slowly(self: TrainState, *args: Any) -> Any:
+        time.sleep(2.5)
+        return honest(self, *args)
+
+    monkeypatch.setattr(TrainState, "train_batch", slowly)
+    train(run, tmp_path, 3)
+    assert head(run).published == 3
 
 
 # ------------------------------------------------------------------------------------------------------------- kills
