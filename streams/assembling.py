@@ -99,11 +99,9 @@ class _Partition:
         # First the id, which ends a predecessor's open transaction; only then is the end of `groups` final.
         self._transactor = Transactor(kafka, topics.transactional_id("assembler", number))
         self.progress = self._recover()
-        if not self.progress.chain.number:
-            self.progress.begin_at(begin)
-        elif self.progress.read_from < begin:
+        if self.progress.read_from < begin:
             raise DataLossError(
-                f"{topics.name(TRAJECTORIES)}[{number}]@{self.progress.read_from}: groups that are still open begin "
+                f"{topics.name(TRAJECTORIES)}[{number}]@{self.progress.read_from}: what has still to be read begins "
                 f"here, but the topic begins at {begin}; nobody may delete above the low mark in {topics.name(GROUPS)}"
             )
         self.fold = Fold(self.progress.clock)

@@ -64,10 +64,6 @@ class Progress:
         progress.offset = progress.read_from
         return progress
 
-    def begin_at(self, offset: int) -> None:
-        """Where nothing has been committed yet: the first retained offset."""
-        self.position = self.read_from = self.offset = offset
-
     def take(self, record: RecordLike, effects: Sequence[Effect]) -> list[Effect]:
         """Those of a record's effects that are due; they wait for the next commit."""
         if record.offset >= self.position:

@@ -33,6 +33,7 @@ from headrace.schemas.events import (
     Publication,
     SampleChunk,
     Task,
+    Tick,
     Version,
 )
 from headrace.schemas.payload import content_hash, from_chunks
@@ -211,6 +212,10 @@ def test_a_scripted_run_becomes_batches_that_hold_what_was_sampled(
     assert audited(kafka, topics) == []
 
 
+def ticks(kafka: Kafka, topics: RunTopics) -> list[Tick]:
+    return [one for one in everything(kafka, topics, TRAJECTORIES) if isinstance(one, Tick)]
+
+
 def test_assembler_whose_input_was_deleted_says_so_and_skips_nothing(kafka: Kafka, run_name: str) -> None:
     topics, run = RunTopics(run_name), settings(deadline_s=600)
     create_run(kafka, topics, run)
@@ -218,7 +223,7 @@ def test_assembler_whose_input_was_deleted_says_so_and_skips_nothing(kafka: Kafk
         lease = producer._open(Task("t", "jsonl", "{}", 0), 2)
         producer.flush()
         with role(run_assembler, kafka, topics, run):
-            time.sleep(1)
+            until(lambda: bool(ticks(kafka, topics)))  # it has read the opening record
         with producer.group(Task("t", "jsonl", "{}", 0), 2):
             pass
     name = topics.name(TRAJECTORIES)
@@ -227,7 +232,7 @@ def test_assembler_whose_input_was_deleted_says_so_and_skips_nothing(kafka: Kafk
     admin = clients.admin(kafka)  # it must outlive its futures
     for future in admin.delete_records([TopicPartition(name, partition, 1)]).values():
         future.result(10)
-    with pytest.raises(DataLossError, match=f"{partition}.@0: groups that are still open begin here"):
+    with pytest.raises(DataLossError, match=f"{partition}.@0: what has still to be read begins here"):
         run_assembler(kafka, topics, run, threading.Event())
 
 
@@ -300,8 +305,7 @@ def test_deadline_closes_a_group_also_after_a_stop_and_a_resume(kafka: Kafka, ru
                 episode.model([1, 2], [-0.5, -0.5], version=0)
                 episode.finish(float(slot % 2))
     with role(run_assembler, kafka, topics, run):
-        until(lambda: any(isinstance(g, Position) for g in everything(kafka, topics, GROUPS)))
-        time.sleep(1.5)
+        until(lambda: bool(ticks(kafka, topics)))
     stopped = time.monotonic()
     time.sleep(3)  # the log stands still meanwhile, and so does its clock
     with role(run_assembler, kafka, topics, run):
