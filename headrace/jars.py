@@ -114,7 +114,7 @@ def find_jars(java: Java) -> Path:
     if given:
         if not any(Path(given).glob("kafka_2.13-*.jar")):
             raise BrokerError(f"HEADRACE_KAFKA_JARS: {given} holds no kafka_2.13-*.jar\n{WAYS_ON}")
-        return Path(given)
+        return Path(given).resolve()
     jars = cache_home() / f"kafka-{KAFKA_VERSION}"
     if not jars.exists():
         with file_lock(cache_home() / "jars.lock"):
