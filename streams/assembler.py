@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from xxhash import xxh3_64_intdigest
@@ -39,14 +37,9 @@ from headrace.schemas.events import (
     Exhausted,
     GroupClosed,
     GroupPayload,
-    GroupSpec,
     Kinds,
     Lease,
-    PayloadEpisode,
-    SlotFate,
     Span,
-    Task,
-    VersionRun,
 )
 from headrace.schemas.hashes import GENESIS
 from headrace.schemas.outcomes import (
@@ -56,7 +49,6 @@ from headrace.schemas.outcomes import (
     REASON_EXHAUSTED,
     REASON_SCORER_FAILED,
     REASON_SEQUENCE_GAP,
-    Account,
     Boundary,
     Closure,
     Outcome,
@@ -66,6 +58,7 @@ from headrace.schemas.outcomes import (
 from headrace.schemas.topics import TRAJECTORIES
 
 from .clock import LogClock
+from .slots import Attempt, EpisodeEvent, Group, Slot, accounts, episodes, fate
 
 REASON_INVALID_EVENT = "invalid_event"
 REASON_SURPLUS = "surplus"
@@ -73,11 +66,8 @@ REASON_SURPLUS = "surplus"
 ENDED_BY_FOLD = frozenset({REASON_BUDGET_SPENT, REASON_CONFLICTING_REPEAT, REASON_DEADLINE, REASON_INVALID_EVENT,
                            REASON_SEQUENCE_GAP, REASON_SURPLUS})  # fmt: skip
 FLAG_ZERO_VARIANCE = "zero_variance"
-ACCOUNT_CANDIDATE = "candidate"  # of a closure: its disposition decides later
-
 UNLINKED: dict[str, Any] = {"number": -1, "previous": GENESIS}  # until a commit gives the record its place
 
-EpisodeEvent = EpisodeStarted | Span | EpisodeEnded
 _EPISODE = (Span, EpisodeStarted, EpisodeEnded)
 _TRAINABLE = tuple(outcome for outcome in Outcome if outcome.trainable)
 
@@ -129,80 +119,12 @@ def read_event(value: bytes | None) -> Event | RecordError:
     return event
 
 
-@dataclass(slots=True)
-class _Attempt:
-    """What is known of one attempt. Its events are kept as 16 bytes each: offset and hash, by sequence."""
-
-    number: int
-    incarnation: str
-    offsets: array[int] = field(default_factory=lambda: array("q"))
-    hashes: array[int] = field(default_factory=lambda: array("Q"))
-    beyond: dict[int, int] = field(default_factory=dict)  # hashes after a gap, by sequence
-    model_tokens: int = 0
-    context_tokens: int = 0
-    runs: list[list[int]] = field(default_factory=list)  # [version, count]
-    temperature: float = math.nan
-    reported: bool = False  # its own EpisodeEnded has been seen
-    outcome: Outcome | None = None  # None: it runs
-
-    def known(self, sequence: int) -> int | None:
-        if 0 <= sequence < len(self.hashes):
-            return self.hashes[sequence]
-        return self.beyond.get(sequence)
-
-    def count(self, event: EpisodeEvent) -> None:
-        if not isinstance(event, Span):
-            return
-        if event.source != Source.MODEL:
-            self.context_tokens += event.count
-            return
-        self.model_tokens += event.count
-        for run in event.versions:
-            if self.runs and self.runs[-1][0] == run.version:
-                self.runs[-1][1] += run.count
-            else:
-                self.runs.append([run.version, run.count])
-
-
-@dataclass(slots=True)
-class _Slot:
-    number: int
-    attempts: dict[int, _Attempt] = field(default_factory=dict)
-    current: _Attempt | None = None  # the newest; once ended, the one that decided
-    ended: bool = False
-    ended_at: int = -1
-    outcome: Outcome = Outcome.UNKNOWN
-    reason: str = ""
-    boundary: str = Boundary.NONE
-    reward: float | None = None
-
-    @property
-    def failed(self) -> bool:
-        return self.ended and not self.outcome.trainable
-
-
-@dataclass(slots=True)
-class _Group:
-    id: str
-    opened: int  # offset
-    opened_ms: int
-    before: tuple[int, int]  # the clock just before the opening record
-    purpose: str
-    unmanaged: bool
-    spec: GroupSpec
-    task: Task
-    slots: list[_Slot]
-
-    def counting(self) -> list[_Slot]:
-        return [slot for slot in self.slots if not slot.failed][: self.spec.group_size]
-
-
 class Fold:
     """Feed it every record of a partition in order, from a position's low mark and with the clock as it stood there."""
 
     def __init__(self, clock: LogClock | None = None) -> None:
         self.clock = clock or LogClock()
-        self._open: dict[str, _Group] = {}  # in order of opening
+        self._open: dict[str, Group] = {}  # in order of opening
         self._due: list[tuple[int, int, str]] = []  # heap of (clock, opened, group)
         self._effects: list[Effect] = []
         self._at = -1
@@ -249,8 +171,8 @@ class Fold:
             if not lease.opens:
                 return  # its group has closed: a lease changes nothing then
             spec = lease.spec
-            group = _Group(lease.group, self._at, now, before, lease.purpose, lease.unmanaged, spec, lease.task,
-                           [_Slot(i) for i in range(spec.slots)])  # fmt: skip
+            group = Group(lease.group, self._at, now, before, lease.purpose, lease.unmanaged, spec, lease.task,
+                           [Slot(i) for i in range(spec.slots)])  # fmt: skip
             self._open[lease.group] = group
             wait = spec.max_age_s if spec.on_deadline == "wait" else spec.deadline_s
             heapq.heappush(self._due, (now + round(wait * 1000), self._at, lease.group))
@@ -260,7 +182,7 @@ class Fold:
             slot = group.slots[assignment.slot]
             if assignment.attempt in slot.attempts:
                 continue
-            attempt = slot.attempts[assignment.attempt] = _Attempt(assignment.attempt, lease.incarnation)
+            attempt = slot.attempts[assignment.attempt] = Attempt(assignment.attempt, lease.incarnation)
             if not slot.ended and (slot.current is None or slot.current.number < attempt.number):
                 slot.current = attempt
         self._close_if_complete(group)  # a group without slots is complete
@@ -321,7 +243,7 @@ class Fold:
         elif isinstance(event, EpisodeEnded):
             self._ended(group, slot, event)
 
-    def _ended(self, group: _Group, slot: _Slot, event: EpisodeEnded) -> None:
+    def _ended(self, group: Group, slot: Slot, event: EpisodeEnded) -> None:
         reward = event.reward if event.reward is not None and math.isfinite(event.reward) else None
         if event.outcome not in set(Outcome):
             self._fail(group, slot, REASON_INVALID_EVENT, Boundary.PRODUCER)
@@ -330,10 +252,10 @@ class Fold:
         else:
             self._end(group, slot, Outcome(event.outcome), event.reason, event.boundary, reward)
 
-    def _fail(self, group: _Group, slot: _Slot, reason: str, boundary: Boundary) -> None:
+    def _fail(self, group: Group, slot: Slot, reason: str, boundary: Boundary) -> None:
         self._end(group, slot, Outcome.INFRA_FAILURE, reason, boundary, None)
 
-    def _end(self, group: _Group, slot: _Slot, outcome: Outcome, reason: str, boundary: str,
+    def _end(self, group: Group, slot: Slot, outcome: Outcome, reason: str, boundary: str,
              reward: float | None) -> None:  # fmt: skip
         """The slot's current attempt is over; so is the slot, unless another attempt is allowed."""
         attempt = slot.current
@@ -349,15 +271,15 @@ class Fold:
             self._end_slot(group, slot, outcome, reason, boundary, reward)
         self._close_if_complete(group)
 
-    def _end_slot(self, group: _Group, slot: _Slot, outcome: Outcome, reason: str, boundary: str,
+    def _end_slot(self, group: Group, slot: Slot, outcome: Outcome, reason: str, boundary: str,
                   reward: float | None) -> None:  # fmt: skip
         slot.ended, slot.ended_at = True, self._at
         slot.outcome, slot.reason, slot.boundary, slot.reward = outcome, reason, boundary, reward
         self._attempt_ended(group, slot, outcome, reason, boundary, reward, ends_slot=True)
 
-    def _attempt_ended(self, group: _Group, slot: _Slot, outcome: Outcome, reason: str, boundary: str,
+    def _attempt_ended(self, group: Group, slot: Slot, outcome: Outcome, reason: str, boundary: str,
                        reward: float | None, *, ends_slot: bool) -> None:  # fmt: skip
-        attempt = slot.current or _Attempt(-1, "")
+        attempt = slot.current or Attempt(-1, "")
         self._effects.append(AttemptEnded(
             **UNLINKED, cause=self._at, group=group.id, slot=slot.number, attempt=attempt.number,
             incarnation=attempt.incarnation, outcome=outcome, reason=reason, boundary=boundary, reward=reward,
@@ -371,11 +293,11 @@ class Fold:
 
     # ------------------------------------------------------------------------------------------------- closures
 
-    def _close_if_complete(self, group: _Group) -> None:
+    def _close_if_complete(self, group: Group) -> None:
         if all(slot.ended for slot in group.counting()):
             self._close(group, expired=False)
 
-    def _expire(self, group: _Group) -> None:
+    def _expire(self, group: Group) -> None:
         counting = {slot.number for slot in group.counting()}
         for slot in group.slots:
             if slot.ended or slot.number not in counting:
@@ -387,7 +309,7 @@ class Fold:
                 self._end_slot(group, slot, Outcome.INFRA_FAILURE, REASON_DEADLINE, Boundary.PRODUCER, None)
         self._close(group, expired=True)
 
-    def _close(self, group: _Group, *, expired: bool) -> None:
+    def _close(self, group: Group, *, expired: bool) -> None:
         counting = group.counting()
         # At a deadline, reserves that still run can't stand in any more: only what has ended counts.
         survivors = [slot for slot in (group.slots if expired else counting) if slot.ended and slot.outcome.trainable]
@@ -401,17 +323,17 @@ class Fold:
         record = GroupClosed(
             **UNLINKED, cause=self._at, group=group.id, closure=closure, purpose=group.purpose, task=group.task.id,
             opened=group.opened, open_ms=self.clock.now_ms - group.opened_ms, flagged=flagged,
-            slots=tuple(_fate(slot, slot.number in counted) for slot in group.slots),
-            accounts=_accounts(group, counted, closure),
+            slots=tuple(fate(slot, slot.number in counted) for slot in group.slots),
+            accounts=accounts(group, counted, closure),
             context_tokens=sum(a.context_tokens for slot in group.slots for a in slot.attempts.values()),
             content_hash=None, samples=(), held_up_by=held_up_by,
         )  # fmt: skip
-        payload = GroupPayload(group.id, group.task, tuple(_episodes(survivors)))
+        payload = GroupPayload(group.id, group.task, tuple(episodes(survivors)))
         del self._open[group.id]
         self._effects.append(Closed(record, payload if closure == Closure.CANDIDATE else None))
 
     @staticmethod
-    def _closure(group: _Group, survivors: list[_Slot], expired: bool) -> tuple[Closure, str | None]:
+    def _closure(group: Group, survivors: list[Slot], expired: bool) -> tuple[Closure, str | None]:
         spec = group.spec
         if group.unmanaged:
             return Closure.UNMANAGED, None
@@ -426,34 +348,3 @@ class Fold:
                 return Closure.CANDIDATE, FLAG_ZERO_VARIANCE
             return Closure.ZERO_VARIANCE, None
         return Closure.CANDIDATE, None
-
-
-def _fate(slot: _Slot, counted: bool) -> SlotFate:
-    attempt = slot.current or _Attempt(-1, "")
-    return SlotFate(slot.number, attempt.number, attempt.incarnation, slot.outcome, slot.reason, slot.boundary,
-                    slot.reward, counted, attempt.model_tokens, attempt.context_tokens,
-                    tuple(VersionRun(version, count) for version, count in attempt.runs))  # fmt: skip
-
-
-def _accounts(group: _Group, counted: set[int], closure: Closure) -> dict[str, int]:
-    """Model tokens of the group's leased attempts, by account. (Foreign, late and repeated ones are in addenda.)"""
-    accounts: dict[str, int] = {}
-    for slot in group.slots:
-        for attempt in slot.attempts.values():
-            if attempt is not slot.current:
-                account = str(Account.SUPERSEDED)
-            elif slot.number in counted:
-                account = ACCOUNT_CANDIDATE if closure == Closure.CANDIDATE else str(Account.EXCLUDED)
-            else:
-                account = str(Account.SURPLUS if slot.outcome.trainable else Account.EXCLUDED)
-            if attempt.model_tokens:
-                accounts[account] = accounts.get(account, 0) + attempt.model_tokens
-    return accounts
-
-
-def _episodes(survivors: list[_Slot]) -> Iterator[PayloadEpisode]:
-    for slot in survivors:
-        attempt = slot.current
-        assert attempt is not None
-        yield PayloadEpisode(slot.number, attempt.number, attempt.incarnation, slot.outcome, slot.reward,
-                             attempt.temperature, (), tuple(attempt.offsets))  # fmt: skip

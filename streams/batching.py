@@ -21,7 +21,7 @@ from headrace.schemas.events import Disposed, GroupClosed, GroupRef, Manifest, P
 from headrace.schemas.outcomes import Closure, Disposition, Outcome
 from headrace.schemas.settings import RunSettings
 
-from .assembler import ACCOUNT_CANDIDATE
+from .slots import ACCOUNT_CANDIDATE
 from .staleness import Staleness, assess
 
 Entry = tuple[Manifest | Disposed, bytes]  # a record of `batches` and its bytes

@@ -1,0 +1,127 @@
+"""What a fold knows of the groups that are open: their slots, and the attempts that leases have named.
+
+Of an attempt's events it keeps 16 bytes each (offset, and a hash that tells an equal repeat from a conflicting one);
+what they hold stays on the log.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from headrace.schemas.events import (
+    EpisodeEnded,
+    EpisodeStarted,
+    GroupSpec,
+    PayloadEpisode,
+    SlotFate,
+    Span,
+    Task,
+    VersionRun,
+)
+from headrace.schemas.outcomes import Account, Boundary, Closure, Outcome, Source
+
+ACCOUNT_CANDIDATE = "candidate"  # of a closure: its disposition decides later
+
+EpisodeEvent = EpisodeStarted | Span | EpisodeEnded
+
+
+@dataclass(slots=True)
+class Attempt:
+    """What is known of one attempt. Its events are kept as 16 bytes each: offset and hash, by sequence."""
+
+    number: int
+    incarnation: str
+    offsets: array[int] = field(default_factory=lambda: array("q"))
+    hashes: array[int] = field(default_factory=lambda: array("Q"))
+    beyond: dict[int, int] = field(default_factory=dict)  # hashes after a gap, by sequence
+    model_tokens: int = 0
+    context_tokens: int = 0
+    runs: list[list[int]] = field(default_factory=list)  # [version, count]
+    temperature: float = math.nan
+    reported: bool = False  # its own EpisodeEnded has been seen
+    outcome: Outcome | None = None  # None: it runs
+
+    def known(self, sequence: int) -> int | None:
+        if 0 <= sequence < len(self.hashes):
+            return self.hashes[sequence]
+        return self.beyond.get(sequence)
+
+    def count(self, event: EpisodeEvent) -> None:
+        if not isinstance(event, Span):
+            return
+        if event.source != Source.MODEL:
+            self.context_tokens += event.count
+            return
+        self.model_tokens += event.count
+        for run in event.versions:
+            if self.runs and self.runs[-1][0] == run.version:
+                self.runs[-1][1] += run.count
+            else:
+                self.runs.append([run.version, run.count])
+
+
+@dataclass(slots=True)
+class Slot:
+    number: int
+    attempts: dict[int, Attempt] = field(default_factory=dict)
+    current: Attempt | None = None  # the newest; once ended, the one that decided
+    ended: bool = False
+    ended_at: int = -1
+    outcome: Outcome = Outcome.UNKNOWN
+    reason: str = ""
+    boundary: str = Boundary.NONE
+    reward: float | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.ended and not self.outcome.trainable
+
+
+@dataclass(slots=True)
+class Group:
+    id: str
+    opened: int  # offset
+    opened_ms: int
+    before: tuple[int, int]  # the clock just before the opening record
+    purpose: str
+    unmanaged: bool
+    spec: GroupSpec
+    task: Task
+    slots: list[Slot]
+
+    def counting(self) -> list[Slot]:
+        return [slot for slot in self.slots if not slot.failed][: self.spec.group_size]
+
+
+def fate(slot: Slot, counted: bool) -> SlotFate:
+    attempt = slot.current or Attempt(-1, "")
+    return SlotFate(slot.number, attempt.number, attempt.incarnation, slot.outcome, slot.reason, slot.boundary,
+                    slot.reward, counted, attempt.model_tokens, attempt.context_tokens,
+                    tuple(VersionRun(version, count) for version, count in attempt.runs))  # fmt: skip
+
+
+def accounts(group: Group, counted: set[int], closure: Closure) -> dict[str, int]:
+    """Model tokens of the group's leased attempts, by account. (Foreign, late and repeated ones are in addenda.)"""
+    accounts: dict[str, int] = {}
+    for slot in group.slots:
+        for attempt in slot.attempts.values():
+            if attempt is not slot.current:
+                account = str(Account.SUPERSEDED)
+            elif slot.number in counted:
+                account = ACCOUNT_CANDIDATE if closure == Closure.CANDIDATE else str(Account.EXCLUDED)
+            else:
+                account = str(Account.SURPLUS if slot.outcome.trainable else Account.EXCLUDED)
+            if attempt.model_tokens:
+                accounts[account] = accounts.get(account, 0) + attempt.model_tokens
+    return accounts
+
+
+def episodes(survivors: Iterable[Slot]) -> Iterator[PayloadEpisode]:
+    for slot in survivors:
+        attempt = slot.current
+        assert attempt is not None
+        yield PayloadEpisode(slot.number, attempt.number, attempt.incarnation, slot.outcome, slot.reward,
+                             attempt.temperature, (), tuple(attempt.offsets))  # fmt: skip
