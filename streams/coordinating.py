@@ -38,8 +38,9 @@ REQUEST_AGE_MS = 60_000
 
 def run_coordinator(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, stop: threading.Event,
                     source: TaskSource) -> None:  # fmt: skip
-    """Coordinate until `stop`. Raises TooUniform or NoProgress where the run gets nowhere, TasksExhausted where the
-    source is broken, Fenced where another coordinator took over."""
+    """Coordinate until `stop`, or until the tasks are used up and all their batches are published. Raises TooUniform or
+    NoProgress where the run gets nowhere, TasksExhausted where the source is broken, Fenced where another coordinator
+    took over."""
     with ExitStack() as stack:
         transactor = Transactor(kafka, topics.transactional_id("coordinator"))
         stack.callback(transactor.close)
@@ -51,7 +52,7 @@ def run_coordinator(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSe
         reader = stack.enter_context(Reader(kafka, positions))
         log.info("coordinating %s from batch %d, %d groups open", topics.run, coordinator.batching.batch,
                  len(coordinator.leasing.groups))  # fmt: skip
-        heard, finished = time.monotonic(), False
+        heard = time.monotonic()
         while not stop.is_set():
             for record in reader.poll(POLL_RECORDS, WAIT_S):
                 if record.topic == fleet:
@@ -64,9 +65,9 @@ def run_coordinator(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSe
             if decision:
                 transactor.send(_outputs(topics, decision))
                 _tell(decision)
-            if coordinator.finished != finished:
-                finished = not finished
-                log.info("the tasks are used up and all their batches are published" if finished else "tasks again")
+            if coordinator.finished:
+                log.info("the tasks are used up and all their batches are published")
+                return
 
 
 def _restore(kafka: Mapping[str, Any], topics: RunTopics, coordinator: Coordinator) -> dict[tuple[str, int], int]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from typing import Any
 
@@ -56,6 +57,12 @@ class ReasoningGym:
         dataset, item = self._item(data)
         reward = float(dataset.score_answer(text.strip(), item))
         return Verdict(reward, success=reward >= 1.0, components={"verifier": reward})
+
+    def holds_answer(self, task: Task) -> bool:
+        """Whether the conversation gives the task's answer away: as a word of it, in any case."""
+        answer = str(self._item(json.loads(task.data))[1]["answer"]).lower()
+        said = " ".join(message["content"] for message in self.messages(task)).lower()
+        return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", said) is not None
 
 
 GYM = ReasoningGym()
