@@ -19,7 +19,8 @@ import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from headrace.schemas.errors import EngineError, ModelError, WeightsRefused
 
@@ -358,6 +359,33 @@ class HfEngine:
         return logits
 
 
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scaled dot-product attention; a decode step with grouped heads doesn't copy each key to all heads of its group,
+    since for one query token the heads of a group are as good as a few query tokens of one head."""
+    rows, heads, tokens, width = query.shape
+    if tokens != 1 or heads == key.shape[1]:
+        attended: tuple[torch.Tensor, torch.Tensor | None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return attended
+    grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        grouped, key, value, attn_mask=attention_mask, scale=scaling
+    )
+    return output.reshape(rows, 1, heads, width), None
+
+
+AttentionInterface.register("headrace_grouped", _attention)
+
+
 def load_model(model_path: str | Path, compute_dtype: str, device: str) -> tuple[Any, Any]:
     """The model in the compute dtype, without dropout, and its tokenizer; from a local folder only."""
     if not (Path(model_path) / "config.json").is_file():
@@ -367,7 +395,7 @@ def load_model(model_path: str | Path, compute_dtype: str, device: str) -> tuple
         # Loaded in float32 whatever the file holds, so that rounding to the published dtype happens once, as in the
         # trainer.
         model: Any = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+            model_path, dtype=torch.float32, attn_implementation="headrace_grouped", local_files_only=True
         )
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
     except (OSError, ValueError) as error:

@@ -83,7 +83,7 @@ def test_raw_logprobs_at_a_temperature_would_be_noticed(model: Path) -> None:
 def test_a_request_gives_the_same_tokens_alone_and_in_company(model: Path) -> None:
     engine = engine_of(model)
     asked = [GenerationRequest(w + str(i), prompt(engine, w), Sampling(1.0, 20, seed=i)) for i, w in enumerate(WORDS)]
-    alone = {}
+    alone: dict[str, list[Progress]] = {}
     for request in asked:
         engine.submit(request)
         alone |= finish(engine)

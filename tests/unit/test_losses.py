@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from headrace.trainer.advantages import advantages  # noqa: E402
 from headrace.trainer.losses import surrogate, token_shares  # noqa: E402
 
 
-def tensor(*values: float) -> torch.Tensor:
+def tensor(*values: float) -> Any:
     return torch.tensor(values, dtype=torch.float64)
 
 
@@ -60,14 +61,14 @@ def test_the_surrogates_gradient_is_reinforce_times_the_weight_and_weights_carry
     weight = tensor(0.5, 0.0, 2.0)
     loss = surrogate(logprobs, tensor(1, 1, -3), weight)
     assert loss.tolist() == [-0.5, 0, 6]
-    loss.sum().backward()
+    loss.sum().backward()  # type: ignore[no-untyped-call]
     assert logprobs.grad is not None and logprobs.grad.tolist() == [-0.5, 0, 6]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_masked_tokens_bad_number_reaches_neither_loss_nor_gradient(value: float) -> None:
     logprobs = torch.tensor([-1.0, value], requires_grad=True)
-    surrogate(logprobs, tensor(1, 1), tensor(1, 0)).sum().backward()
+    surrogate(logprobs, tensor(1, 1), tensor(1, 0)).sum().backward()  # type: ignore[no-untyped-call]
     assert logprobs.grad is not None and logprobs.grad.tolist() == [-1, 0]
 
 

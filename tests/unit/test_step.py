@@ -121,7 +121,7 @@ def test_a_trainer_that_forgets_the_temperature_fails_that_check(model: Path, mo
     assert lag.max_abs > 0.01
 
 
-def gradients(path: Path, groups: list[Group], settings: StepSettings) -> dict[str, torch.Tensor]:
+def gradients(path: Path, groups: list[Group], settings: StepSettings) -> dict[str, Any]:
     state = TrainState(path, compute_dtype="float64")
     state._accumulate(groups, settings)
     return {name: p.grad.clone() for name, p in state._parameters.items() if p.grad is not None}
