@@ -342,20 +342,24 @@ class HfEngine:
         longest = max(len(row.request.prompt) + row.request.sampling.max_new_tokens for row in joining)
         layers = [(layer.keys, layer.values) for layer in cache.layers]
         self._cache.allocate([key for key, _ in layers], self._slots, longest)
-        order = torch.empty(len(joining), dtype=torch.long)
-        for number, (prompt, indices) in enumerate(members.items()):
-            order[indices] = number
-            begin, end = int(starts[number]), int(starts[number + 1])
-            slots = torch.tensor([len(self._rows) + index for index in indices], device=self._device)
-            for layer, (key, value) in enumerate(layers):
-                for store, computed in ((self._cache.keys[layer], key), (self._cache.values[layer], value)):
-                    store[slots, :, :stem] = computed[:, :, :stem]
-                    store[slots, :, stem : len(prompt)] = computed[:, :, begin:end]
-            for index in indices:
-                joining[index].length = len(prompt)
+        # Where each joining row's own tokens (all after the stem) lie in this forward; a shorter prompt's row ends with
+        # repeats, which stay masked until decoding overwrites them.
+        number_of = {index: number for number, indices in enumerate(members.values()) for index in indices}
+        order = torch.tensor([number_of[index] for index in range(len(joining))], device=self._device)
+        first, after = torch.from_numpy(starts[:-1]).to(self._device), torch.from_numpy(starts[1:]).to(self._device)
+        longest_own = max(len(prompt) for prompt in prompts) - stem
+        own = first[order, None] + torch.arange(longest_own, device=self._device)
+        own = torch.minimum(own, after[order, None] - 1)
+        rows = slice(len(self._rows), len(self._rows) + len(joining))
+        for layer, (key, value) in enumerate(layers):
+            for store, computed in ((self._cache.keys[layer], key), (self._cache.values[layer], value)):
+                store[rows, :, :stem] = computed[:, :, :stem]
+                store[rows, :, stem : stem + longest_own] = computed[0][:, own].transpose(0, 1)
+        for row in joining:
+            row.length = len(row.request.prompt)
         kept = [torch.cat([x[:, :, :stem], x[:, :, stem : len(prompts[0])]], dim=2) for pair in layers for x in pair]
         self._prefix = (list(prompts[0]), kept[::2], kept[1::2])
-        logits: torch.Tensor = output.logits[0][order.to(self._device)]
+        logits: torch.Tensor = output.logits[0][order]
         return logits
 
 
