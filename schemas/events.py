@@ -368,8 +368,8 @@ class AttemptEnded(Chained):
 
 @dataclass(frozen=True, slots=True)
 class GroupClosed(Chained):
-    """A group's closure. `accounts` hold its model tokens so far: `candidate` (decided later), `excluded`, `surplus`,
-    `superseded`, `foreign`; tokens that come afterwards are in `Addendum` records."""
+    """A group's closure. `accounts` hold its model tokens so far: `candidate` (decided later), `excluded`, `surplus`
+    and `superseded`; tokens of other incarnations and late ones are in `Addendum` records."""
 
     cause: int
     group: str
