@@ -35,7 +35,7 @@ from headrace.streams.tasks import task_source
 from headrace.supervisor import Supervisor
 
 CONFIG = Path(__file__).with_name("demo.toml")
-STEPS = 14
+STEPS = 12
 HELD_OUT = 300
 HELD_OUT_SEED = 1_000_003  # no run's tasks are drawn with it
 MOST_GROUPS = 2_000  # far more than a demo opens
