@@ -92,6 +92,10 @@ def run_role(role: str, kafka: Mapping[str, Any], topics: RunTopics, settings: R
     except HeadraceError as error:
         print(f"headrace {role}: {error}", file=sys.stderr, flush=True)
         return FINAL if isinstance(error, _FINAL_ERRORS) else 1
+    except Exception as error:  # a fault of ours: its traceback goes to the log, its name comes last
+        logging.getLogger(f"headrace.{role}").exception("this should not happen")
+        print(f"headrace {role}: unexpected {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 1
 
 
 def logs_dir(site: SiteSettings, run: str) -> Path:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
 from headrace.broker import Broker, start_broker
+from headrace.consumers import audit, open_run
 from headrace.create import create_run
+from headrace.producers import open_producer
 from headrace.producers.outbox import Outbox
-from headrace.producers.sdk import open_producer
 from headrace.schemas.codec import decode
 from headrace.schemas.errors import Backpressure, NoProgress, RunConflict, RunNotFound
 from headrace.schemas.events import EpisodeEnded, Lease, Span, Task, Tick
@@ -21,6 +23,7 @@ from headrace.schemas.settings import ModelSettings, RunSettings, TaskSettings
 from headrace.schemas.topics import TRAJECTORIES, RunTopics
 from headrace.streams.log.policy import open_settings
 from headrace.streams.log.reader import beginning_offsets, end_offsets, read_range
+from tests.scripted_run import ScriptedRun, scripted_settings
 
 
 def settings(**over: Any) -> RunSettings:
@@ -80,6 +83,33 @@ def test_producer_without_a_coordinator_is_told_so(kafka: dict[str, Any], run_na
     with open_producer(run_name, kafka) as producer, pytest.raises(NoProgress, match="coordinator gave no group"):
         with producer.group(timeout_s=1.0):
             pass
+
+
+def test_managed_producer_is_given_a_group_and_what_it_writes_is_trained_like_a_workers(
+    kafka: dict[str, Any], run_name: str
+) -> None:
+    run = ScriptedRun(kafka, RunTopics(run_name), scripted_settings())
+    try:
+        with ThreadPoolExecutor(1) as pool, open_producer(run_name, kafka) as producer:
+            driven = pool.submit(run.until, 4)
+            with producer.group(size=3, timeout_s=50.0) as group:
+                assert group.slots == [0, 1, 2] and group.task.source == "reasoning_gym"
+                for slot in group.slots:
+                    with group.episode(slot) as episode:
+                        episode.start(temperature=1.0, max_new_tokens=4, seed=slot)
+                        episode.prompt([1, 2])
+                        episode.model([3, 4], [-0.1, -0.2], version=0)
+                        episode.finish(float(slot == 1))
+            producer.flush()
+            driven.result()
+        run.until(6)  # whatever was ready by then has been batched
+    finally:
+        run.close()
+    opened = open_run(run_name, kafka)
+    view = next(view for view in opened.groups() if view.id == group.id)
+    assert view.closure == "candidate" and view.disposition == "batched"
+    ledger = audit(opened.snapshot())
+    assert ledger.closes, ledger.failures
 
 
 def test_outage_is_backpressure_and_afterwards_nothing_is_lost_or_doubled(

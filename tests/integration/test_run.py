@@ -133,6 +133,30 @@ def test_ctrl_c_drains_and_a_second_one_stops_at_once(tmp_path: Path, kafka: dic
         running.kill_all()
 
 
+def test_process_that_dies_again_and_again_ends_the_run_with_its_own_last_words(
+    tmp_path: Path, kafka: dict[str, Any], run_name: str
+) -> None:
+    running = Running(tmp_path, kafka, run_name, max_deaths='max_deaths = 2\ndevice = "no-such-device"')
+    try:
+        running.start()
+        assert running.finish() == 1
+        out = (running.folder / "out").read_text()
+        assert "worker died 2 times in a row" in out and "no-such-device" in out
+    finally:
+        running.kill_all()
+
+
+def test_run_is_supervised_once_on_a_machine(tmp_path: Path, kafka: dict[str, Any], run_name: str) -> None:
+    running = Running(tmp_path, kafka, run_name)
+    try:
+        running.start()
+        running.wait_for(0)
+        code, said = command("run", str(running.config), HEADRACE_HOME=str(running.folder / "home"))
+        assert code == 2 and "already supervised here" in said, said
+    finally:
+        running.kill_all()
+
+
 def command(*words: str, bootstrap: str = "127.0.0.1:1", **environment: str) -> tuple[int, str]:
     done = subprocess.run([sys.executable, "-m", "headrace", *words], capture_output=True, text=True, timeout=120,
                           env={**os.environ, "HEADRACE_BOOTSTRAP_SERVERS": bootstrap, **environment})  # fmt: skip
