@@ -112,10 +112,10 @@ class LossSettings(Section):
 class OptimizerSettings(Section):
     learning_rate: PositiveFloat = Field(1e-5, description="peak")
     warmup: Annotated[int, Field(ge=0)] = Field(0, description="versions of linear warm-up")
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
-    epsilon: PositiveFloat = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW: decay of the mean of gradients")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.99, description="AdamW: decay of the mean of their squares")
+    epsilon: PositiveFloat = Field(1e-8, description="AdamW: added to the root of the second moment")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="AdamW: decoupled, per unit of learning rate")
     max_grad_norm: PositiveFloat = Field(1.0, description="gradients are scaled down to this norm")
     micro_batch_tokens: Positive = Field(2048, description="tokens of one forward; changes memory and speed only")
     probe_tokens: Annotated[int, Field(ge=0)] = Field(256, description="tokens on which a step's drift is measured")
