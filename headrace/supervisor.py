@@ -21,9 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace.schemas.codec import decode
 from headrace.schemas.errors import HeadraceError, RunConflict
+from headrace.schemas.events import Publication
 from headrace.schemas.topics import BATCHES, DEADLETTER, FLEET, GROUPS, POLICY, TASKS, RunTopics
-from headrace.streams.log.reader import Position, Reader, beginning_offsets, end_offsets
+from headrace.streams.log.reader import Position, Reader, beginning_offsets, end_offsets, read_backwards
 
 from .progress import Progress
 from .roles import FINAL, logs_dir
@@ -82,6 +84,10 @@ class Supervisor:
 
     def run(self) -> None:
         """Until the version to stop at, the end of the tasks, Ctrl-C, or an error. Raises RoleFailed, RunConflict."""
+        stop_at = self.site.stop_at if self.stop_at is None else self.stop_at
+        if stop_at is not None and (published := self._published()) >= stop_at:
+            self.say(f"version {published} is published already; a greater version to stop at goes on")
+            return
         with self._lock():
             before = [signal.signal(signum, self._interrupted) for signum in (signal.SIGINT, signal.SIGTERM)]
             try:
@@ -126,6 +132,12 @@ class Supervisor:
         self.say("stopping: roles finish what they have begun; Ctrl-C again stops at once"
                  if self.interrupts else "draining")  # fmt: skip
         self._drain()
+
+    def _published(self) -> int:
+        for record in read_backwards(self.kafka, self.topics.name(POLICY), 0):
+            if isinstance(event := decode(record.value), Publication):
+                return event.version
+        return -1
 
     def _positions(self) -> dict[Position, int]:
         positions: dict[Position, int] = {}

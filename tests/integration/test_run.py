@@ -101,6 +101,9 @@ def test_publications_are_a_folder_then_deltas_and_snapshots(finished: Running) 
 
 
 def test_same_run_goes_on_to_a_later_version_and_other_settings_are_refused(finished: Running) -> None:
+    finished.start("--stop-at", str(VERSIONS))
+    assert finished.finish() == 0
+    assert f"version {VERSIONS} is published already" in finished.said()
     text = finished.config.read_text()
     finished.config.write_text(text.replace("max_new_tokens = 24", "max_new_tokens = 20"))
     finished.start("--stop-at", str(VERSIONS + 2))
