@@ -77,6 +77,7 @@ def test_two_commands_at_once_start_one_broker_which_outlives_them_and_is_stoppe
     assert not stop_broker(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_broker_survives_a_stop_and_a_kill_with_its_data_and_its_address(tmp_path: Path) -> None:
     broker = start_broker(tmp_path, owner=True)
     kafka = {"bootstrap.servers": broker.bootstrap}

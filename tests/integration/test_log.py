@@ -341,6 +341,7 @@ def test_a_writer_stopped_past_its_transactions_timeout_is_fenced_and_the_next_g
 # --- outages -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_transactions_and_records_survive_a_broker_that_dies_and_comes_back(tmp_path: Path) -> None:
     broker = start_broker(tmp_path, owner=True)
     kafka: KafkaConfig = {"bootstrap.servers": broker.bootstrap}

@@ -373,6 +373,7 @@ def killed_while_holding(process: subprocess.Popen[str], work: Callable[[], None
     process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["assembler", "coordinator"])
 def test_role_killed_in_mid_transaction_loses_and_doubles_nothing(kafka: Kafka, run_name: str, name: str) -> None:
     topics, run = RunTopics(run_name), settings()

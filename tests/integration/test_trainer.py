@@ -190,6 +190,7 @@ def test_reached_version_ends_at_once_and_a_greater_one_goes_on(run: SyntheticRu
     assert outcome(run)[:3] == before and len(outcome(run)) == 5
 
 
+@pytest.mark.slow
 def test_step_that_outlasts_the_poll_interval_loses_nothing(run: SyntheticRun, tmp_path: Path,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     run.write_random_batches(3)
@@ -208,6 +209,7 @@ def test_step_that_outlasts_the_poll_interval_loses_nothing(run: SyntheticRun, t
 # ------------------------------------------------------------------------------------------------------------- kills
 
 
+@pytest.mark.slow
 def test_kill_at_every_boundary_leaves_no_gap_no_skip_and_no_double(
     kafka: Kafka, run_name: str, model: Path, tmp_path: Path
 ) -> None:
