@@ -5,7 +5,6 @@ A pure fold over small records; the supervisor feeds it. Figures of the whole ru
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -13,7 +12,6 @@ from headrace.schemas.codec import decode
 from headrace.schemas.errors import UndecodableRecord
 from headrace.schemas.events import (
     DeadLetter,
-    Disposed,
     GroupClosed,
     Heartbeat,
     Lease,
@@ -33,7 +31,6 @@ class Progress:
     manifest: int = 0
     reward_sum: float = 0.0
     reward_count: int = 0
-    closures: collections.Counter[str] = field(default_factory=collections.Counter)
     opened: set[str] = field(default_factory=set)
     last_manifest_ms: int | None = None
     interval_s: float | None = None
@@ -68,7 +65,6 @@ class Progress:
                 self.opened.add(event.group)
             case GroupClosed():
                 self.opened.discard(event.group)
-                self.closures[event.closure] += 1
                 for fate in event.slots:
                     if fate.counted and fate.reward is not None:
                         self.reward_sum += fate.reward
@@ -77,8 +73,6 @@ class Progress:
                 self._beat(record.timestamp_ms, event)
             case DeadLetter():
                 self.dead_letters += 1
-            case Disposed():
-                self.closures[event.disposition] += 1
             case _:
                 pass
         return False

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from headrace.schemas.errors import (
@@ -96,7 +95,3 @@ def run_role(role: str, kafka: Mapping[str, Any], topics: RunTopics, settings: R
         logging.getLogger(f"headrace.{role}").exception("this should not happen")
         print(f"headrace {role}: unexpected {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1
-
-
-def logs_dir(site: SiteSettings, run: str) -> Path:
-    return state_dir(site, run) / "logs"

@@ -15,11 +15,11 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from headrace.consumers.run import BOOTSTRAP_VARIABLE
 from headrace.schemas.errors import SettingsError
 from headrace.schemas.settings import RunSettings, Section
 from headrace.schemas.topics import RunTopics
 
-BOOTSTRAP_VARIABLE = "HEADRACE_BOOTSTRAP_SERVERS"
 Positive = Annotated[int, Field(ge=1)]
 
 

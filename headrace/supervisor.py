@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace.consumers.run import BOOTSTRAP_VARIABLE
 from headrace.schemas.codec import decode
 from headrace.schemas.errors import HeadraceError, RunConflict
 from headrace.schemas.events import Publication
@@ -28,8 +29,8 @@ from headrace.schemas.topics import BATCHES, DEADLETTER, FLEET, GROUPS, POLICY, 
 from headrace.streams.log.reader import Position, Reader, beginning_offsets, end_offsets, read_backwards
 
 from .progress import Progress
-from .roles import FINAL, logs_dir
-from .settings import BOOTSTRAP_VARIABLE, SiteSettings, state_dir
+from .roles import FINAL
+from .settings import SiteSettings, state_dir
 
 SETTLED_S = 60.0  # a process that lived so long is not one that dies again and again
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -100,7 +101,7 @@ class Supervisor:
     def _run(self) -> None:
         roles = ["assembler", "coordinator", *["worker"] * self.site.workers, "trainer"]
         count: collections.Counter[str] = collections.Counter()
-        logs = logs_dir(self.site, self.topics.run)
+        logs = state_dir(self.site, self.topics.run) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         for role in roles:
             name = role if role != "worker" or self.site.workers == 1 else f"worker-{count[role]}"

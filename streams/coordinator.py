@@ -42,20 +42,15 @@ from headrace.schemas.outcomes import Purpose
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import FLEET, GROUPS
 
+from .assembler import RecordLike
 from .batching import Batching, Candidate, Entry
 from .leasing import Leasing
 from .tasks import TaskSource
 
 
-class Addressed(Protocol):
+class Addressed(RecordLike, Protocol):
     @property
     def partition(self) -> int: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def timestamp_ms(self) -> int: ...
-    @property
-    def value(self) -> bytes | None: ...
 
 
 @dataclass(slots=True)
