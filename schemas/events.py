@@ -109,6 +109,22 @@ class GroupRef:
 
 
 @dataclass(frozen=True, slots=True)
+class Reuse:
+    """A recorded success, by reference, beside `group`: a later group of its task whose attempts all failed.
+
+    `source` is the candidate that holds the success, in `slot`; `use` counts the uses of that success, from 1. The
+    trainer multiplies with `advantage` as it stands; the siblings of `group` keep an advantage of zero.
+    """
+
+    group: str
+    source: GroupRef
+    slot: int
+    advantage: float
+    use: int
+    model_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class PartitionPosition:
     partition: int
     offset: int
@@ -441,6 +457,7 @@ class Manifest(Chained):
     segment_count: bytes
     segment_drift: bytes
     segment_weight: bytes
+    reused: tuple[Reuse, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,6 +517,7 @@ class Version(Authored):
     metrics: dict[str, float]
     fingerprint: str  # JSON
     committed_ms: int
+    reused: tuple[GroupCount, ...] = ()  # by the group beside which the success was used; in no other account
 
 
 @dataclass(frozen=True, slots=True)
