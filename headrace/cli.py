@@ -89,6 +89,7 @@ def start(
     bootstrap: Annotated[str | None, typer.Option(help="Kafka's address, HOST:PORT")] = None,
     stop_at: Annotated[int | None, typer.Option(help="version at which the trainer ends")] = None,
     name: Annotated[str | None, typer.Option(help="a worker's name; keep it over restarts")] = None,
+    share: Annotated[str | None, typer.Option(help="i/n: an assembler's share of the partitions")] = None,
     parent: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run one role, in this process."""
@@ -106,6 +107,8 @@ def start(
         site = site.model_copy(update={"kafka": {**site.kafka, "bootstrap.servers": bootstrap}})
     if stop_at is not None:
         site = site.model_copy(update={"stop_at": stop_at})
+    if share is not None:
+        site = site.model_copy(update={"assembler_share": share})
     kafka = kafka_config(site)
     topics = RunTopics(run, site.prefix)
     raise typer.Exit(run_role(role, kafka, topics, open_settings(kafka, topics).settings, site, name))

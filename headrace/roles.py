@@ -42,8 +42,10 @@ Role = Callable[[Mapping[str, Any], RunTopics, RunSettings, SiteSettings, thread
 def _assembler(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings,
                stop: threading.Event, name: str | None) -> None:  # fmt: skip
     from headrace.streams.assembling import run_assembler
+    from headrace.streams.shares import share
 
-    run_assembler(kafka, topics, settings, stop)
+    run_assembler(kafka, topics, settings, stop, share(site.assembler_share, settings.log.partitions),
+                  memory_bytes=site.assembler_memory_mb << 20)  # fmt: skip
 
 
 def _coordinator(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings,

@@ -19,6 +19,7 @@ from headrace.consumers.run import BOOTSTRAP_VARIABLE
 from headrace.schemas.errors import SettingsError
 from headrace.schemas.settings import RunSettings, Section
 from headrace.schemas.topics import RunTopics
+from headrace.streams.shares import WHOLE
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -35,6 +36,11 @@ class SiteSettings(Section):
     state_dir: str | None = Field(None, description="checkpoints and logs of roles; default below HEADRACE_HOME or "
                                                     "~/.local/share/headrace/runs")  # fmt: skip
     workers: Positive = Field(1, description="worker processes that `headrace run` supervises")
+    assemblers: Positive = Field(1, description="assembler processes that `headrace run` supervises; each has a fixed "
+                                                "share of the partitions")  # fmt: skip
+    assembler_share: str = Field(WHOLE, description="i/n: an assembler started here takes partitions i, i + n, ...")
+    assembler_memory_mb: Annotated[int, Field(ge=0)] = Field(256, description="memory of an assembler for the spans of "
+                                                             "open groups; what goes beyond is read again")  # fmt: skip
     slots: Positive = Field(32, description="sequences that one worker decodes at once")
     device: str = Field("cpu", description="torch device of the worker's engine")
     trainer_device: str = Field("cpu", description="torch device of the trainer")

@@ -18,6 +18,8 @@ from .errors import InvalidRecord
 from .outcomes import Source
 
 _SOURCES = frozenset(Source)
+# First bytes (sign and most of the exponent) of floats that are negative and finite, or at least 0 and below 2**-11.
+_PLAINLY_LOGPROBS = bytes([*range(0x80, 0xFF), *range(0x3A)])
 
 # ---------------------------------------------------------------------------------------------- parts of records
 
@@ -257,7 +259,8 @@ class Span:
             return
         if self.logprobs is None or len(self.logprobs) != 4 * self.count:
             raise InvalidRecord("model tokens without a behaviour logprob each are refused")
-        if self.count:
+        # The last quarter of the column holds these bytes: where all are plain, no value needs to be looked at.
+        if self.logprobs[3 * self.count :].translate(None, _PLAINLY_LOGPROBS):
             values = unpack_float32(self.logprobs)
             low, high = float(values.min()), float(values.max())  # both are nan if any is
             if not (math.isfinite(low) and math.isfinite(high)):

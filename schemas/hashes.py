@@ -15,7 +15,12 @@ GENESIS = b"\0" * 16  # what the first record of a chain calls the one before it
 
 def digest(data: bytes) -> bytes:
     """16 bytes of BLAKE2b."""
-    return hashlib.blake2b(data, digest_size=16).digest()
+    return hasher(data).digest()
+
+
+def hasher(data: bytes = b"") -> hashlib.blake2b:
+    """The same, in pieces: `update`, then `digest`."""
+    return hashlib.blake2b(data, digest_size=16)
 
 
 def crc(data: bytes) -> int:

@@ -7,7 +7,7 @@ attempt, incarnation, offsets nor times, nor where spans were cut: two runs that
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +17,11 @@ from .codec import decode, encode
 from .columns import Float32, Int32, unpack_float32, unpack_int32
 from .errors import InvalidRecord
 from .events import GroupPayload, PayloadEpisode, PayloadSpan, SampleChunk, Span
-from .hashes import digest
+from .hashes import hasher
 from .outcomes import Source
 
 CHUNK_BYTES = 900_000
+_TRUTH = bytes([0, *[1] * 255])  # of a byte, as a byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +69,56 @@ def episode_columns(episode: PayloadEpisode) -> EpisodeColumns:
 
 def content_hash(payload: GroupPayload) -> bytes:
     """16 bytes (`hashes.CONTENT_ALGORITHM`) over what is trained, in slot order."""
+    hashed = hasher()
+    for i, part in enumerate(_hashed_parts(payload)):
+        if i:
+            hashed.update(b"\0")
+        hashed.update(part)
+    return hashed.digest()
+
+
+def _hashed_parts(payload: GroupPayload) -> Iterator[bytes | bytearray]:
+    """The columns of `episode_columns` as bytes, without the arrays: the assembler hashes all that is trained."""
     task = payload.task
-    parts = [repr((task.id, task.source, task.data, task.seed)).encode()]
+    yield repr((task.id, task.source, task.data, task.seed)).encode()
     for episode in sorted(payload.episodes, key=lambda e: e.slot):
-        columns = episode_columns(episode)
+        spans = episode.spans
+        size = struct.pack("<q", sum(span.count for span in spans))
         reward = float("nan") if episode.reward is None else episode.reward
-        parts.append(struct.pack("<qd?d", episode.slot, reward, episode.reward is None, episode.temperature))
-        parts.append(episode.outcome.encode())
-        for column in (columns.tokens, columns.logprobs, columns.versions, columns.trainable.astype(np.uint8)):
-            parts.append(struct.pack("<q", column.size))
-            parts.append(np.ascontiguousarray(column).tobytes())
-    return digest(b"\0".join(parts))
+        yield struct.pack("<qd?d", episode.slot, reward, episode.reward is None, episode.temperature)
+        yield episode.outcome.encode()
+        yield size
+        yield _concatenated([span.tokens for span in spans])
+        yield size
+        yield _concatenated([bytes(4 * span.count) if span.logprobs is None else span.logprobs for span in spans])
+        yield size
+        yield b"".join(_version_bytes(span) for span in spans)
+        yield size
+        yield b"".join(_trainable_bytes(span) for span in spans)
+
+
+def _concatenated(columns: Sequence[bytes]) -> bytearray:
+    """32-bit columns, each shuffled by byte: their values one after the other, as they were before."""
+    values = bytearray(sum(map(len, columns)))
+    start = 0
+    for column in columns:
+        n = len(column) // 4
+        for i in range(4):
+            values[start + i : start + 4 * n : 4] = column[i * n : (i + 1) * n]
+        start += 4 * n
+    return values
+
+
+def _version_bytes(span: PayloadSpan) -> bytes:
+    if span.source != Source.MODEL or not span.versions:
+        return struct.pack("<i", -1) * span.count
+    return b"".join([struct.pack("<i", run.version) * run.count for run in span.versions])
+
+
+def _trainable_bytes(span: PayloadSpan) -> bytes:
+    if span.source != Source.MODEL:
+        return bytes(span.count)
+    return b"\1" * span.count if span.mask is None else span.mask.translate(_TRUTH)
 
 
 def to_chunks(payload: GroupPayload, limit: int = CHUNK_BYTES) -> list[SampleChunk]:

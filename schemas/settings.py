@@ -134,6 +134,9 @@ class LogSettings(Section):
     partitions: Annotated[int, Field(ge=1, le=256)] = Field(4, description="of trajectories, samples, groups; fixed")
     replication: Positive = Field(1, description="copies of each partition; 3 where there are three brokers")
     commit_ms: Annotated[int, Field(ge=10, le=5000)] = Field(200, description="the assembler's transaction interval")
+    keep_trajectories_s: PositiveFloat | None = Field(None, description="events older than this are deleted once they "
+                                                      "are settled; none: all are kept, so that they can be counted "
+                                                      "again")  # fmt: skip
     span_tokens: Annotated[int, Field(ge=1, le=65536)] = Field(512, description="a span is flushed at so many tokens")
 
 

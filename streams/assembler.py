@@ -68,8 +68,9 @@ ENDED_BY_FOLD = frozenset({REASON_BUDGET_SPENT, REASON_CONFLICTING_REPEAT, REASO
 FLAG_ZERO_VARIANCE = "zero_variance"
 UNLINKED: dict[str, Any] = {"number": -1, "previous": GENESIS}  # until a commit gives the record its place
 
-_EPISODE = (Span, EpisodeStarted, EpisodeEnded)
-_TRAINABLE = tuple(outcome for outcome in Outcome if outcome.trainable)
+_EPISODE = (Span, EpisodeStarted, EpisodeEnded)  # the most frequent first
+_OUTCOMES = frozenset(Outcome)
+_TRAINABLE = frozenset(outcome for outcome in Outcome if outcome.trainable)
 
 
 class RecordLike(Protocol):
@@ -245,7 +246,7 @@ class Fold:
 
     def _ended(self, group: Group, slot: Slot, event: EpisodeEnded) -> None:
         reward = event.reward if event.reward is not None and math.isfinite(event.reward) else None
-        if event.outcome not in set(Outcome):
+        if event.outcome not in _OUTCOMES:
             self._fail(group, slot, REASON_INVALID_EVENT, Boundary.PRODUCER)
         elif Outcome(event.outcome).trainable and reward is None:
             self._end(group, slot, Outcome.INFRA_FAILURE, REASON_SCORER_FAILED, Boundary.SCORER, None)

@@ -2,8 +2,7 @@
 
 A transaction holds a commit's payload chunks, dead letters and records of `groups`, a `Position` last; it begins when
 everything is computed but the offsets that the samples get. Each partition has a transactional id of its own: taking it
-over fences the process that had it. What a group's spans hold is kept decoded while there is room, else read again
-when the group closes; reading never pauses for memory.
+over fences the process that had it.
 """
 
 from __future__ import annotations
@@ -11,75 +10,99 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.schemas.chain import Chain
 from headrace.schemas.codec import encode
-from headrace.schemas.errors import DataLossError, RecordError
-from headrace.schemas.events import (
-    DeadLetter,
-    GroupClosed,
-    GroupPayload,
-    PayloadEpisode,
-    PayloadSpan,
-    SampleRef,
-    Span,
-    Tick,
-)
+from headrace.schemas.errors import DataLossError, Fenced
+from headrace.schemas.events import Addendum, DeadLetter, GroupClosed, SampleRef, Span, Tick
 from headrace.schemas.hashes import digest
-from headrace.schemas.payload import CHUNK_BYTES, content_hash, payload_span, to_chunks
+from headrace.schemas.payload import CHUNK_BYTES, content_hash, to_chunks
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import DEADLETTER, GROUPS, SAMPLES, TRAJECTORIES, RunTopics
 
 from .assembler import Closed, Fold, Refused, read_event
 from .clock import TICK_AFTER_S
-from .log.reader import Reader, Record, beginning_offsets, read_at, read_backwards
+from .kept import Budget, KeptSpans
+from .log.reader import Reader, Record, beginning_offsets, read_backwards
 from .log.transactions import Output, Send, Transactor
 from .progress import Progress
 from .ticking import Ticker
+from .trimming import Trimmer
 
 log = logging.getLogger("headrace.assembler")
 
-SPAN_BYTES = 256 << 20  # of all partitions of a process: the spans of groups that are open
+MEMORY_BYTES = 256 << 20  # for the spans of open groups, of all partitions of a process
 COMMIT_RECORDS = 10_000  # input records of one Position at most: 16 bytes each, and a record must stay under 1 MB
 POLL_RECORDS = 1000
 WAIT_S = 0.02
 LOAD = 4  # of the time, commits may take one part in LOAD + 1: with slow ones the interval grows
+# What is written is mostly sampled tokens that were zstd'd once: lz4 takes 13 % more room there and half the time.
+COMPRESSION = {"compression.type": "lz4"}
 
 
 def run_assembler(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, stop: threading.Event,
-                  partitions: Sequence[int] | None = None) -> None:  # fmt: skip
-    """Fold these partitions (default: all) until `stop`. Raises Fenced where another process took one over."""
+                  partitions: Sequence[int] | None = None, *, memory_bytes: int = MEMORY_BYTES) -> None:  # fmt: skip
+    """Fold these partitions (default: all) until `stop`. Spans of open groups take up to `memory_bytes`.
+
+    Raises Fenced where another process took one over (what the others hold is committed first), DataLossError where
+    input that is still needed was deleted.
+    """
     name = topics.name(TRAJECTORIES)
     owned = list(range(settings.log.partitions) if partitions is None else partitions)
     with ExitStack() as stack:
         begin = beginning_offsets(kafka, name)
-        parts = {p: _Partition(kafka, topics, p, begin[p], SPAN_BYTES // len(owned)) for p in owned}
+        budget = Budget(memory_bytes)
+        again = stack.enter_context(Reader(kafka))
+        parts = {p: _Partition(kafka, topics, p, begin[p], budget, again) for p in owned}
         for part in parts.values():
             stack.callback(part.close)
         ticker = Ticker(kafka, name, Tick)
         stack.callback(ticker.close)
+        trimmer = None
+        if settings.log.keep_trajectories_s is not None:
+            trimmer = Trimmer(kafka, name, settings.log.keep_trajectories_s)
+            stack.callback(trimmer.close)
         reader = stack.enter_context(Reader(kafka, {(name, p): part.progress.read_from for p, part in parts.items()}))
-        log.info("assembling %d partitions of %s", len(owned), name)
+        log.info("assembling %s of %s", ", ".join(map(str, owned)), name)
         next_commit = 0.0
         while not stop.is_set():
+            heard = set()
             for record in reader.poll(POLL_RECORDS, WAIT_S):
                 parts[record.partition].take(record)
+                heard.add(record.partition)
             now = time.monotonic()
             if now >= next_commit or any(part.progress.records >= COMMIT_RECORDS for part in parts.values()):
-                for part in parts.values():
-                    part.commit_if_due()
+                _commit(parts.values())
                 spent = time.monotonic() - now
                 next_commit = now + max(settings.log.commit_ms / 1000, LOAD * spent)
-            for part in parts.values():
-                if part.fold.open_groups and now - part.heard >= TICK_AFTER_S:
-                    ticker.tick(part.number)
+            for p, part in parts.items():
+                if p in heard or not part.fold.open_groups:
                     part.heard = now
-        for part in parts.values():
-            part.commit_if_due(clean=True)
+                elif now - part.heard >= TICK_AFTER_S:
+                    ticker.tick(p)
+                    part.heard = now
+            if trimmer is not None:
+                trimmer.trim({p: (part.progress.low_mark, part.fold.clock.last_ms) for p, part in parts.items()})
+        _commit(parts.values(), clean=True)
+
+
+def _commit(parts: Collection[_Partition], clean: bool = False) -> None:
+    """Where one was fenced, the others still commit what is theirs. Raises Fenced."""
+    fenced: list[Fenced] = []
+    for part in parts:
+        try:
+            part.commit_if_due(clean or bool(fenced))
+        except Fenced as error:
+            fenced.append(error)
+    if fenced:
+        for part in parts:
+            if part.alive:
+                part.commit_if_due(clean=True)
+        raise fenced[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +116,22 @@ class _Sample:
 class _Partition:
     """One partition's fold, and what it takes to write its effects."""
 
-    def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, number: int, begin: int, span_bytes: int) -> None:
+    def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, number: int, begin: int, budget: Budget,
+                 again: Reader) -> None:  # fmt: skip
         self.number = number
         self._kafka, self._topics = kafka, topics
         # First the id, which ends a predecessor's open transaction; only then is the end of `groups` final.
-        self._transactor = Transactor(kafka, topics.transactional_id("assembler", number))
+        self._transactor = Transactor({**COMPRESSION, **kafka}, topics.transactional_id("assembler", number))
         self.progress = self._recover()
+        name = topics.name(TRAJECTORIES)
         if self.progress.read_from < begin:
             raise DataLossError(
-                f"{topics.name(TRAJECTORIES)}[{number}]@{self.progress.read_from}: what has still to be read begins "
+                f"{name}[{number}]@{self.progress.read_from}: what has still to be read begins "
                 f"here, but the topic begins at {begin}; nobody may delete above the low mark in {topics.name(GROUPS)}"
             )
         self.fold = Fold(self.progress.clock)
         self.heard = time.monotonic()
-        self._spans: dict[str, dict[int, PayloadSpan | None]] = {}  # by group and offset; None: to be read again
-        self._sizes: dict[str, int] = {}
-        self._room = span_bytes
+        self._spans = KeptSpans(budget, lambda offsets: again.read_at(name, number, offsets))
         self._samples: dict[str, _Sample] = {}
         self._refused: dict[int, Record] = {}
 
@@ -117,55 +140,23 @@ class _Partition:
         return Progress.recover(r.value or b"" for r in read_backwards(self._kafka, groups, self.number))
 
     def take(self, record: Record) -> None:
-        self.heard = time.monotonic()
         event = read_event(record.value)
-        if isinstance(event, Span) and self.fold.is_open(event.group):
-            self._keep(event, record)
         effects = self.fold.apply(record, event)
         due = self.progress.take(record, effects)
+        if isinstance(event, Span) and not any(isinstance(effect, Addendum) for effect in effects):
+            self._spans.keep(event, record)  # before the closures: it may belong to what its own arrival closes
         for effect in due:
             if isinstance(effect, Refused):
                 self._refused[effect.cause] = record
                 log.warning("%s[%d]@%d goes to %s: %s", record.topic, record.partition, record.offset, DEADLETTER,
                             effect.reason)  # fmt: skip
             elif isinstance(effect, Closed) and effect.payload is not None:
-                self._samples[effect.record.group] = self._sample(effect.payload)
+                payload = self._spans.fill(effect.payload)
+                chunks = tuple([encode(chunk) for chunk in to_chunks(payload)])
+                self._samples[effect.record.group] = _Sample(content_hash(payload), chunks)
         for effect in effects:
             if isinstance(effect, Closed):
-                self._spans.pop(effect.record.group, None)
-                self._room += self._sizes.pop(effect.record.group, 0)
-
-    def _keep(self, span: Span, record: Record) -> None:
-        size = len(record.value or b"")
-        spans = self._spans.setdefault(span.group, {})
-        if size > self._room:
-            spans[record.offset] = None
-            return
-        spans[record.offset] = payload_span(span)
-        self._room -= size
-        self._sizes[span.group] = self._sizes.get(span.group, 0) + size
-
-    def _sample(self, plan: GroupPayload) -> _Sample:
-        kept = self._spans.get(plan.group, {})
-        wanted = {o for episode in plan.episodes for o in episode.offsets if kept.get(o, ...) is None}
-        found = self._read_again(wanted) if wanted else {}
-
-        def filled(episode: PayloadEpisode) -> PayloadEpisode:
-            spans = (kept.get(o) or found.get(o) for o in episode.offsets)
-            return replace(episode, spans=tuple(span for span in spans if span is not None))
-
-        payload = replace(plan, episodes=tuple(filled(episode) for episode in plan.episodes))
-        return _Sample(content_hash(payload), tuple(encode(chunk) for chunk in to_chunks(payload)))
-
-    def _read_again(self, offsets: set[int]) -> dict[int, PayloadSpan]:
-        found = {}
-        for offset, record in read_at(self._kafka, self._topics.name(TRAJECTORIES), self.number, offsets).items():
-            event = read_event(record.value)
-            if isinstance(event, RecordError):
-                raise event
-            assert isinstance(event, Span)
-            found[offset] = payload_span(event)
-        return found
+                self._spans.drop(effect.record.group)
 
     # ------------------------------------------------------------------------------------------------- commits
 
@@ -213,6 +204,10 @@ class _Partition:
         letter = DeadLetter(record.topic, record.partition, record.offset, effect.kind, effect.reason, record.key,
                             None if record.value is None else record.value[:CHUNK_BYTES])  # fmt: skip
         return Output(self._topics.name(DEADLETTER), 0, encode(letter), record.key)
+
+    @property
+    def alive(self) -> bool:
+        return self._transactor.alive
 
     def close(self) -> None:
         self._transactor.close()

@@ -36,8 +36,10 @@ class Progress:
     ended: set[tuple[str, int, int, bool]] = field(default_factory=set)
     closed: set[tuple[str, int]] = field(default_factory=set)
 
+    low_mark: int = 0  # of the last Position: a restart reads from here
     pending: list[Effect] = field(default_factory=list)
     offset: int = 0  # all input below has been folded
+    _next_mark: int = 0
     _offsets: list[int] = field(default_factory=list)
     _crcs: list[int] = field(default_factory=list)
 
@@ -61,7 +63,7 @@ class Progress:
         if position is not None:
             progress.position, progress.read_from = position.offset, position.low_mark
             progress.clock = LogClock(position.clock_ms, position.last_ms)
-        progress.offset = progress.read_from
+        progress.offset = progress.low_mark = progress.read_from
         return progress
 
     def take(self, record: RecordLike, effects: Sequence[Effect]) -> list[Effect]:
@@ -70,6 +72,8 @@ class Progress:
             self._offsets.append(record.offset)
             self._crcs.append(crc(record.value or b""))
         self.offset = record.offset + 1
+        if not effects:
+            return []
         due = [effect for effect in effects if self._due(effect)]
         self.pending += due
         return due
@@ -94,7 +98,7 @@ class Progress:
     def commit(self, fold: Fold, complete: Callable[[Closed], GroupClosed]) -> tuple[Chain, list[tuple[str, bytes]]]:
         """The records of `groups` (group id, value) that settle all that is pending, and the chain after them.
 
-        `complete` adds what only the samples' place decides. Changes nothing: call `committed` once they are written.
+        `complete` adds what only the samples' place decides. Settles nothing: call `committed` once they are written.
         """
         chain, out = self.chain.copy(), []
 
@@ -106,13 +110,14 @@ class Progress:
                 continue
             record = complete(effect) if isinstance(effect, Closed) else effect
             put(record.group, replace(record, **chain.link()))
-        low_mark, clock_ms, last_ms = fold.low_mark(self.offset)
+        self._next_mark, clock_ms, last_ms = fold.low_mark(self.offset)
         gaps = np.diff(np.array([self.position, *self._offsets], np.int64))
         crcs = np.array(self._crcs, np.int64)
-        put("", Position(**chain.link(), offset=self.offset, low_mark=low_mark, clock_ms=clock_ms, last_ms=last_ms,
-                         start=self.position, gaps=pack_int64(gaps), crcs=pack_int64(crcs)))  # fmt: skip
+        put("", Position(**chain.link(), offset=self.offset, low_mark=self._next_mark, clock_ms=clock_ms,
+                         last_ms=last_ms, start=self.position, gaps=pack_int64(gaps),
+                         crcs=pack_int64(crcs)))  # fmt: skip
         return chain, out
 
     def committed(self, chain: Chain) -> None:
-        self.chain, self.position = chain, self.offset
+        self.chain, self.position, self.low_mark = chain, self.offset, self._next_mark
         self.pending, self._offsets, self._crcs = [], [], []

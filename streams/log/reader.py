@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from headrace.schemas.errors import DataLossError, LogError
 
@@ -34,7 +34,7 @@ _PASSING = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._RES
             KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: making one for each record read would take four times as long
 class Record:
     """One record of the log and its address."""
 
@@ -86,7 +86,8 @@ class Reader:
         deadline = time.monotonic() + timeout_s
         while True:
             records = self._fetch(max_records, max(0.0, deadline - time.monotonic()))
-            if records or time.monotonic() >= deadline:
+            # The client waits whole milliseconds: with less than one left it would spin.
+            if records or deadline - time.monotonic() < 0.001:
                 return records
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Record]:
@@ -173,21 +174,22 @@ class Reader:
             return []
         # One poll waits and one takes what is there: consume() alone would wait until all of max_records have come.
         rest = self._consumer.consume(max_records - 1, 0) if max_records > 1 else []
-        return [record for message in (first, *rest) if (record := self._take(message)) is not None]
+        return self._take([first, *rest])
 
-    def _take(self, message: Message) -> Record | None:
-        place = (str(message.topic()), int(message.partition() or 0))
-        error, offset = message.error(), message.offset()
-        if error is not None:
-            self._note(error, place, offset)
-            return None
-        if place not in self._positions or offset is None:  # left over from an earlier assignment
-            return None
-        self._positions[place] = offset + 1
-        self._at_end.discard(place)
-        headers: Any = message.headers() or ()
-        return Record(*place, offset, message.timestamp()[1], message.key(), message.value(),
-                      tuple((name, value) for name, value in headers))  # fmt: skip
+    def _take(self, messages: list[Any]) -> list[Record]:
+        records: list[Record] = []
+        positions, at_end = self._positions, self._at_end
+        for message in messages:
+            topic, partition, offset = message.topic(), message.partition(), message.offset()
+            place = (topic, partition)
+            if (error := message.error()) is not None:
+                self._note(error, place, offset)
+            elif place in positions and offset is not None:  # else left over from an earlier assignment
+                positions[place] = offset + 1
+                at_end.discard(place)
+                records.append(Record(topic, partition, offset, message.timestamp()[1], message.key(), message.value(),
+                                      tuple(message.headers() or ())))  # fmt: skip
+        return records
 
     def _note(self, error: KafkaError, place: Position, offset: int | None) -> None:
         if error.code() == KafkaError._PARTITION_EOF:
