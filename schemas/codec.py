@@ -2,7 +2,8 @@
 
 Ten bytes (0xC3 0x01 and the schema's CRC-64-AVRO fingerprint, little-endian), then the Avro body, so no registry is
 needed. `avro/<Name>.avsc` is what we write; `avro/<Name>.v<k>.avsc` are schemas that were written before and are still
-read. Kafka compresses; we don't.
+read; what newer writers use is learned from the run's `policy`. Records of our own schemas go through `compiled`, those
+of other versions through fastavro, which resolves one into the other. Kafka compresses; we don't.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ import io
 import json
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import fastavro
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
 from . import events
-from .errors import UndecodableRecord
+from .compiled import Decode, Encode, compile_record, wrong_field
+from .errors import InvalidRecord, UndecodableRecord, UnencodableRecord, UnknownSchema
 from .events import Event
 
 MARKER = b"\xc3\x01"
@@ -33,8 +35,11 @@ Plain = Any  # what fastavro reads and writes
 @dataclass(frozen=True, slots=True)
 class _Kind:
     cls: type
-    schema: Any
+    schema: Any  # fastavro's parsed form
+    canonical: str  # in Avro's parsing canonical form, whose CRC is the fingerprint
     header: bytes
+    encode: Encode
+    decode: Decode
     dump: Callable[[Any], Plain]
     load: Callable[[Plain], Any]
 
@@ -54,6 +59,8 @@ def _converters(hint: Any) -> tuple[Callable[[Any], Plain], Callable[[Plain], An
     if is_dataclass(hint):
         return _class_converters(typing.cast(type, hint))
     origin = get_origin(hint)
+    if origin is Annotated:
+        return _converters(get_args(hint)[0])
     if origin is tuple:
         dump, load = _converters(get_args(hint)[0])
         if dump is _identity:
@@ -87,19 +94,23 @@ def _class_converters(cls: type) -> tuple[Callable[[Any], Plain], Callable[[Plai
     return dump, load
 
 
+_Registry = tuple[dict[type, _Kind], dict[bytes, tuple[Any, _Kind]]]
+
+
 @cache
-def _registry() -> tuple[dict[type, _Kind], dict[bytes, tuple[Any, _Kind]]]:
-    """Kinds by class, and (writer's schema, kind) by header."""
+def _registry() -> _Registry:
+    """Kinds by class, and (writer's schema, kind) by header; the writer's schema is None where it is our own."""
     files = {f.name: json.loads(f.read_text()) for f in (resources.files(__package__) / "avro").iterdir()
              if f.name.endswith(".avsc")}  # fmt: skip
     by_class: dict[type, _Kind] = {}
     by_header: dict[bytes, tuple[Any, _Kind]] = {}
     for cls in get_args(Event):
-        schema = fastavro.parse_schema(files[f"{cls.__name__}.avsc"])
-        dump, load = _class_converters(cls)
-        kind = _Kind(cls, schema, schema_header(files[f"{cls.__name__}.avsc"]), dump, load)
+        own = files[f"{cls.__name__}.avsc"]
+        header = schema_header(own)
+        kind = _Kind(cls, fastavro.parse_schema(own), to_parsing_canonical_form(own), header,
+                     *compile_record(cls, own, header), *_class_converters(cls))  # fmt: skip
         by_class[cls] = kind
-        by_header[kind.header] = (schema, kind)
+        by_header[header] = (None, kind)
         for name, old in files.items():
             if name.startswith(f"{cls.__name__}.v"):
                 by_header[schema_header(old)] = (fastavro.parse_schema(old), kind)
@@ -107,39 +118,74 @@ def _registry() -> tuple[dict[type, _Kind], dict[bytes, tuple[Any, _Kind]]]:
 
 
 def encode(event: Event) -> bytes:
-    """A record as bytes. Raises TypeError or ValueError for values that the schema doesn't hold."""
-    kind = _registry()[0][type(event)]
-    out = io.BytesIO()
-    out.write(kind.header)
-    fastavro.schemaless_writer(out, kind.schema, kind.dump(event))
-    return out.getvalue()
+    """A record as bytes. Raises UnencodableRecord, naming the field, for a value that the schema doesn't hold."""
+    try:
+        return _registry()[0][type(event)].encode(event)
+    except Exception as error:  # whatever a wrong value leads the compiled code to
+        cls = type(event)
+        if cls not in _registry()[0]:
+            raise UnencodableRecord(f"a {cls.__name__} is no record of ours") from error
+        said = wrong_field(event, cls) or f"{type(error).__name__}: {error}"
+        raise UnencodableRecord(f"a {cls.__name__} can't be written: {said}") from error
 
 
 def decode(value: bytes | None) -> Event:
-    """A record from bytes. Raises UndecodableRecord, whatever the bytes are."""
+    """A record from bytes. Raises UndecodableRecord, whatever the bytes are; UnknownSchema where only the schema is
+    missing."""
     if value is None or len(value) < HEADER or value[:2] != MARKER:
         raise UndecodableRecord("not a single-object Avro record")
-    found = _registry()[1].get(bytes(value[:HEADER]))
+    found = _registry()[1].get(value[:HEADER])
     if found is None:
-        raise UndecodableRecord(
-            f"unknown schema fingerprint {value[2:HEADER].hex()}; was it written by a newer version of Headrace?"
-        )
+        raise UnknownSchema(value[2:HEADER])
     writer, kind = found
+    try:
+        event, end = kind.decode(value, HEADER) if writer is None else _resolved(value, writer, kind)
+    except Exception as error:  # whatever damaged bytes lead a parser to: IndexError, UnicodeError, EOFError, ...
+        raise UndecodableRecord(f"a damaged {kind.cls.__name__} record ({type(error).__name__}: {error})") from error
+    if end < len(value):
+        raise UndecodableRecord(f"a {kind.cls.__name__} record with {len(value) - end} bytes too many")
+    if end > len(value):
+        raise UndecodableRecord(f"a damaged {kind.cls.__name__} record ({end - len(value)} bytes are missing)")
+    return typing.cast(Event, event)
+
+
+def _resolved(value: bytes, writer: Any, kind: _Kind) -> tuple[Any, int]:
+    """A record of another version of the schema, as today's class."""
     body = io.BytesIO(value)
     body.seek(HEADER)
+    return kind.load(fastavro.schemaless_reader(body, writer, kind.schema)), body.tell()
+
+
+def learn(schema: str) -> bool:
+    """Read records of this writer's schema (JSON) from now on. False where it is of a kind that this version of
+    Headrace doesn't have. Raises InvalidRecord where it is no schema of a record."""
     try:
-        plain = fastavro.schemaless_reader(body, writer, None if writer is kind.schema else kind.schema)
-        event = kind.load(plain)
-    except Exception as error:  # fastavro raises whatever its parsing meets: EOFError, IndexError, UnicodeError, ...
-        raise UndecodableRecord(f"a damaged {kind.cls.__name__} record ({type(error).__name__}: {error})") from error
-    if body.tell() != len(value):
-        raise UndecodableRecord(f"a {kind.cls.__name__} record with {len(value) - body.tell()} bytes too many")
-    return typing.cast(Event, event)
+        parsed = json.loads(schema)
+        name, header = parsed["name"].rpartition(".")[2], schema_header(parsed)
+        parsed = fastavro.parse_schema(parsed)
+    except Exception as error:
+        raise InvalidRecord(f"not the Avro schema of a record: {error}") from error
+    by_class, by_header = _registry()
+    kind = next((kind for cls, kind in by_class.items() if cls.__name__ == name), None)
+    if kind is None:
+        return False
+    by_header.setdefault(header, (parsed, kind))
+    return True
+
+
+def knows(fingerprint: bytes) -> bool:
+    """Whether records with these eight bytes after the marker can be decoded."""
+    return MARKER + fingerprint in _registry()[1]
+
+
+def own_schemas() -> Iterator[tuple[str, bytes, str]]:
+    """(name, fingerprint, schema in parsing canonical form) of everything that this version writes."""
+    return ((cls.__name__, kind.header[2:], kind.canonical) for cls, kind in _registry()[0].items())
 
 
 def kind_of(value: bytes | None) -> type | None:
     """The record's class by its header alone, or None."""
-    found = None if value is None else _registry()[1].get(bytes(value[:HEADER]))
+    found = None if value is None else _registry()[1].get(value[:HEADER])
     return found[1].cls if found else None
 
 
@@ -153,4 +199,5 @@ def schema_of(cls: type) -> Any:
     return _registry()[0][cls].schema
 
 
-__all__ = ["HEADER", "MARKER", "decode", "encode", "events", "kind_of", "schema_header", "schema_of", "to_plain"]
+__all__ = ["HEADER", "MARKER", "decode", "encode", "events", "kind_of", "knows", "learn", "own_schemas",
+           "schema_header", "schema_of", "to_plain"]  # fmt: skip

@@ -36,6 +36,19 @@ class UndecodableRecord(RecordError):
     """Not a single-object Avro record of a known schema, or one that ends too early or too late."""
 
 
+class UnknownSchema(UndecodableRecord):
+    """An Avro record of a schema that this process has not met. Where its writer is a newer Headrace, the schema stands
+    in `policy`: learn it there, then decode again."""
+
+    def __init__(self, fingerprint: bytes):
+        self.fingerprint = fingerprint  # the eight bytes after the marker
+        super().__init__(f"unknown schema fingerprint {fingerprint.hex()}: not announced in `policy` either?")
+
+
+class UnencodableRecord(RecordError):
+    """A value that its field doesn't hold; the message names the kind of record and the field. Nothing was written."""
+
+
 class InvalidRecord(RecordError):
     """Decoded, but breaks a rule of its kind (columns of unequal length, a model token without logprob, ...)."""
 

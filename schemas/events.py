@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
@@ -18,8 +18,11 @@ from .errors import InvalidRecord
 from .outcomes import Source
 
 _SOURCES = frozenset(Source)
-# First bytes (sign and most of the exponent) of floats that are negative and finite, or at least 0 and below 2**-11.
-_PLAINLY_LOGPROBS = bytes([*range(0x80, 0xFF), *range(0x3A)])
+
+FINITE = "finite"
+Finite = Annotated[float, FINITE]  # neither nan nor infinite: the codec refuses to write such a one
+
+_PLAINLY_FINE = bytes([*range(0x3A), *range(0x80, 0xFF)])
 
 # ---------------------------------------------------------------------------------------------- parts of records
 
@@ -54,8 +57,8 @@ class GroupSpec:
     reserves: int
     max_attempts: int
     min_survivors: int
-    deadline_s: float
-    max_age_s: float
+    deadline_s: Finite
+    max_age_s: Finite
     on_deadline: str  # survivors | cancel | wait
     zero_variance: str  # refill | keep
     max_tokens: int  # budget of model tokens per episode, on the episode's own clock
@@ -121,7 +124,7 @@ class Reuse:
     group: str
     source: GroupRef
     slot: int
-    advantage: float
+    advantage: Finite
     use: int
     model_tokens: int
 
@@ -192,8 +195,8 @@ class EpisodeStarted:
     sequence: int
     worker: str
     engine: str  # JSON: the engine's fingerprint
-    temperature: float
-    top_p: float
+    temperature: Finite
+    top_p: Finite
     top_k: int
     max_new_tokens: int
     seed: int
@@ -259,15 +262,21 @@ class Span:
             return
         if self.logprobs is None or len(self.logprobs) != 4 * self.count:
             raise InvalidRecord("model tokens without a behaviour logprob each are refused")
-        # The last quarter of the column holds these bytes: where all are plain, no value needs to be looked at.
-        if self.logprobs[3 * self.count :].translate(None, _PLAINLY_LOGPROBS):
+        # The top plane is each value's sign and seven bits of its exponent: these bytes are finite and below 2^-11.
+        if self.logprobs[3 * self.count :].translate(None, _PLAINLY_FINE):
             values = unpack_float32(self.logprobs)
             low, high = float(values.min()), float(values.max())  # both are nan if any is
             if not (math.isfinite(low) and math.isfinite(high)):
                 raise InvalidRecord("a behaviour logprob is not finite")
             if high > 1e-3:
                 raise InvalidRecord(f"a behaviour logprob is positive ({high:.4f})")
-        if sum(run.count for run in self.versions) != self.count or any(run.count < 1 for run in self.versions):
+        covered = 0
+        for run in self.versions:
+            if run.count < 1:
+                covered = -1
+                break
+            covered += run.count
+        if covered != self.count:
             raise InvalidRecord("the policy versions do not cover the model tokens exactly")
 
 
@@ -514,7 +523,7 @@ class Version(Authored):
     hash_algorithm: str
     served_hash: bytes
     train_hash: bytes
-    rho: float  # RMS change of log-probability from the served weights of the version before, nats
+    rho: Finite  # RMS change of log-probability from the served weights of the version before, nats
     rho_tokens: int
     groups: tuple[GroupCount, ...]
     metrics: dict[str, float]
