@@ -439,7 +439,7 @@ class Position(Chained):
     offset: int
     low_mark: int
     clock_ms: int  # the fold's clock just before the record at `low_mark`
-    last_ms: int  # and the timestamp that it last saw; -1: none yet
+    last_ms: int  # and the newest timestamp that it had seen; -1: none yet
     start: int
     gaps: bytes
     crcs: bytes

@@ -1,8 +1,12 @@
 """The clock that stands still while the log does.
 
 Deadlines and lease timeouts run on it, so an outage, a stopped run or a restart of the reader expires nothing: each
-record moves it by the time since the record before, at most `MAX_STEP_MS`. Whoever needs it to run while nothing else
-happens writes ticks.
+record moves it by the time since the newest record before, at most `MAX_STEP_MS`. Whoever needs it to run while nothing
+else happens writes ticks.
+
+Timestamps are those of the partition's leader, and leaders' clocks differ. While leadership moves to and fro, only what
+goes beyond the newest timestamp so far counts: the clock gains at most that difference, once, however often it moves.
+A clock that went back further than leaders' clocks differ was wrong and has been set right: time goes on from there.
 """
 
 from __future__ import annotations
@@ -10,19 +14,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_STEP_MS = 5000  # a few ticks: less would lose time on a busy broker, more would let an outage expire things
+MAX_SKEW_MS = 60_000  # between leaders whose clocks are kept at all
 TICK_AFTER_S = 1.0
 
 
 @dataclass(slots=True)
 class LogClock:
-    """Milliseconds since the fold began; `last_ms` is the timestamp last seen, -1 for none."""
+    """Milliseconds since the fold began; `last_ms` is the newest timestamp seen, -1 for none."""
 
     now_ms: int = 0
     last_ms: int = -1
 
     def see(self, timestamp_ms: int) -> int:
         """Advance by a record. A timestamp that goes back moves nothing. Returns the time now."""
-        if self.last_ms >= 0:
-            self.now_ms += min(max(0, timestamp_ms - self.last_ms), MAX_STEP_MS)
-        self.last_ms = timestamp_ms
+        step = timestamp_ms - self.last_ms
+        if self.last_ms < 0 or step < -MAX_SKEW_MS:
+            self.last_ms = timestamp_ms
+        elif step > 0:
+            self.now_ms += min(step, MAX_STEP_MS)
+            self.last_ms = timestamp_ms
         return self.now_ms

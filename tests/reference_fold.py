@@ -75,11 +75,14 @@ def reference_closures(records: Iterable[Record]) -> dict[str, Closure]:
 
 
 def _timeline(records: Iterable[Record]) -> Iterator[_Event]:
-    """Usable events (else None) with the partition's clock, which no record moves by more than five seconds."""
-    clock, last = 0, None
+    """Usable events (else None) with the partition's clock, which no record moves by more than five seconds. Only what
+    is newer than all before moves it, until time went back by more than a minute."""
+    clock, newest = 0, None
     for record in records:
-        clock += min(max(0, record.timestamp_ms - last), 5000) if last is not None else 0
-        last = record.timestamp_ms
+        if newest is None or record.timestamp_ms < newest - 60_000:
+            newest = record.timestamp_ms
+        clock += min(max(0, record.timestamp_ms - newest), 5000)
+        newest = max(newest, record.timestamp_ms)
         try:
             event: Any = decode(record.value)
             if isinstance(event, Span):
@@ -109,7 +112,9 @@ def _close(events: Sequence[_Event], timeline: Sequence[_Event]) -> Closure | No
     standing = [s for s in range(spec.slots) if s not in ended or ended[s].outcome in TRAINABLE]
     for slot in standing[: spec.group_size]:
         current = _attempts(events, slot, expiry)
-        if slot not in ended and current and _tokens(events, slot, current[-1], expiry) >= max(1, spec.max_tokens):
+        over = _attempt_end(events, slot, current[-1]) if current else None  # it failed, and waits for the next
+        runs = current and (over is None or over.offset > expiry)
+        if slot not in ended and runs and _tokens(events, slot, current[-1], expiry) >= max(1, spec.max_tokens):
             ended[slot] = _End(expiry, "model_failure", 0.0, current[-1].attempt)
     survivors = [slot for slot in sorted(ended) if ended[slot].outcome in TRAINABLE][: spec.group_size]
     return _closure(events, expiry, {slot: ended[slot] for slot in survivors}, expired=True)
