@@ -310,7 +310,7 @@ class Started:
         self._output.flush()
         return os.pread(self._output.fileno(), os.fstat(self._output.fileno()).st_size, 0).decode(errors="replace")
 
-    def expect(self, marker: str, timeout_s: float = 120.0) -> str:
+    def expect(self, marker: str, timeout_s: float = 600.0) -> str:
         """Wait until it has printed a line that begins with `marker`; the rest of that line. Raises CannotMeasure."""
         end = time.monotonic() + timeout_s
         while True:

@@ -5,11 +5,13 @@
 (b) Tokens per CPU second from producer to manifest of all of Headrace's processes, against a pipeline of the same shape
 in JSON. (c) The same episodes through other data planes, each in its own environment (`--setup` makes them).
 
-Tokens are model tokens; groups of eight episodes, batches of groups; the episodes are those that a real model sampled
-(benchmarks/planes/load.py). CPU seconds are of all processes of a plane from the first event on, their start left out;
-a broker's, or a framework's own servers', stand apart. Wall-clock runs from the producer's start to the last batch.
-Bytes: what a plane writes to topics, or sends through sockets, per token. "Survives kill -9": the process that holds
-episodes between producer and batch is killed in the middle and started again; then every group has to arrive, once.
+Tokens are model tokens; groups of eight episodes, batches of groups. The episodes are those that a real model sampled
+(benchmarks/planes/load.py): as they are (a few hundred tokens), and sixteen of them as one (several thousand), since
+JSON costs by the token and a log by the record. CPU seconds are of all processes of a plane from the first event on,
+their start left out; a broker's, or a framework's own servers', stand apart. Wall-clock runs from the producer's start
+to the last batch. Bytes: what a plane writes to topics, or sends through sockets, per token. "Survives kill -9": the
+process that holds episodes between producer and batch is killed in the middle and started again; then every group has
+to arrive, once.
 
 The docstrings of benchmarks/planes say how each plane is used and what it does not do.
 """
@@ -28,7 +30,8 @@ from .planes import atropos, headrace, json_kafka, load, quix, transferqueue
 from .planes.running import Ran, Work
 from .planes.venvs import NotInstallable
 
-BATCH = 16  # groups
+BATCH = 16  # groups, of the short load
+CHAIN = 16  # completions in an episode of the long one
 Plane = Callable[[Work, bool], Ran]
 OWN: dict[str, Plane] = {headrace.NAME: headrace.run, json_kafka.NAME: json_kafka.run}
 OTHERS: dict[str, Plane] = {quix.NAME: quix.run, transferqueue.NAME: transferqueue.run, atropos.NAME: atropos.run}
@@ -44,32 +47,41 @@ def measure(options: argparse.Namespace, result: Result) -> None:
                 result.row("environment", name, f"not installable: {error}")
         return
     groups, repetitions = (32, 1) if options.quick else (options.groups, options.repetitions)
+    completions = samples.load()
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder, harness.temporary_broker() as broker:
-        path = Path(folder) / "load.npz"
-        tokens = load.write(path, samples.load(), groups)
-        work = Work(broker, Path(folder), path, groups, min(BATCH, groups // 2), tokens)
-        assembler_times = against_bare(work, repetitions, result)
-        rates = throughput(work, planes, repetitions, result)
-        survival(work, planes, result)
-    result.at_most("assembler's CPU: times bare consume + decode", assembler_times, 2)
-    times = rates[headrace.NAME] / rates[json_kafka.NAME]
-    result.at_least("producer to manifest, tokens per CPU second: times JSON", times, 10)
-    result.note(f"{groups} groups of 8 episodes, {tokens:,} model tokens; batches of {work.batch} groups.")
+
+        def work(chain: int) -> Work:
+            path = Path(folder) / f"load-{chain}.npz"
+            count = max(2, groups // chain)
+            tokens = load.write(path, completions, count, chain)
+            batch = max(1, min(BATCH, groups // 2) // chain)
+            about = f"{tokens / count / 8:,.0f} tokens an episode"
+            return Work(broker, Path(folder), path, count, batch, tokens, about)
+
+        short, long = work(1), work(CHAIN)
+        bare = {one.about: against_bare(one, repetitions, result) for one in (short, long)}
+        rates = {one.about: throughput(one, one_planes, repetitions, result)
+                 for one, one_planes in ((short, planes), (long, OWN))}  # fmt: skip
+        survival(short, planes, result)
+    for one in (short, long):
+        result.at_most(f"assembler's CPU: times bare consume + decode, {one.about}", bare[one.about], 2)
+        times = rates[one.about][headrace.NAME] / rates[one.about][json_kafka.NAME]
+        result.at_least(f"producer to manifest, tokens per CPU second: times JSON, {one.about}", times, 10)
+        result.note(f"{one.about}: {one.groups} groups of 8 episodes, {one.tokens:,} model tokens, batches of "
+                    f"{one.batch} groups.")  # fmt: skip
 
 
 def against_bare(work: Work, repetitions: int, result: Result) -> float:
     """(a). How many times the assembler costs what decoding alone costs."""
-    turns: list[dict[str, float]] = []
-    for _ in range(repetitions):
-        turns.append(headrace.assembler_and_bare(work))
+    turns = [headrace.assembler_and_bare(work) for _ in range(repetitions)]
     for name in turns[0]:
-        measure, unit = "CPU on the same records", "tokens per CPU second"
-        result.row(measure, name, spread([work.tokens / turn[name] for turn in turns]), unit)
-    times = {bare: spread([turn["assembler"] / turn[bare] for turn in turns])
-             for bare in turns[0] if bare != "assembler"}  # fmt: skip
-    for bare, ratio in times.items():
-        result.row("assembler's CPU", f"times {bare}", ratio)
-    return times[headrace.BARE].median
+        speed = spread([work.tokens / turn[name] for turn in turns])
+        result.row(f"same records, {work.about}", name, speed, "tokens per CPU second")
+    ratios = {bare: spread([turn["assembler"] / turn[bare] for turn in turns])
+              for bare in (headrace.BARE, headrace.COLUMNS)}  # fmt: skip
+    for bare, ratio in ratios.items():
+        result.row(f"same records, {work.about}", f"assembler against {bare}", ratio, "times the CPU")
+    return ratios[headrace.BARE].median
 
 
 def throughput(work: Work, planes: dict[str, Plane], repetitions: int, result: Result) -> dict[str, float]:
@@ -86,25 +98,25 @@ def throughput(work: Work, planes: dict[str, Plane], repetitions: int, result: R
                 if name in OWN:
                     raise
                 reasons[name] = f"not measured: {error}".splitlines()[0]
-    measured = {name: ran for name, ran in runs.items() if ran}
+    measured = {name: ran for name, ran in runs.items() if ran and name not in reasons}
     rates: dict[str, float] = {}
     for name, ran in measured.items():
         speed = spread([work.tokens / sum(one.cpu_s.values()) for one in ran])
         rates[name] = speed.median
-        result.row("producer to batch", name, speed, "tokens per CPU second")
+        result.row(f"producer to batch, {work.about}", name, speed, "tokens per CPU second")
     for name, reason in reasons.items():
-        result.row("producer to batch", name, reason)
+        result.row(f"producer to batch, {work.about}", name, reason)
     for name, ran in measured.items():
-        result.row("producer to batch, wall-clock", name, spread([one.wall_s for one in ran]), "s")
+        result.row(f"wall-clock, {work.about}", name, spread([one.wall_s for one in ran]), "s")
     for name, ran in measured.items():
-        result.row("bytes moved", name, spread([one.moved / work.tokens for one in ran]), "bytes per token")
+        result.row(f"bytes, {work.about}", name, spread([one.moved / work.tokens for one in ran]), "per token")
     for name, ran in measured.items():
         for process in ran[0].cpu_s:
             cpu = spread([one.cpu_s[process] * 1e6 / work.tokens for one in ran])
-            result.row(f"CPU of {name}", process, cpu, "s per million tokens")
+            result.row(f"CPU of {name}, {work.about}", process, cpu, "s per million tokens")
         for process in ran[0].beside_s:
             cpu = spread([one.beside_s[process] * 1e6 / work.tokens for one in ran])
-            result.row(f"CPU of {name}", f"{process} (apart)", cpu, "s per million tokens")
+            result.row(f"CPU of {name}, {work.about}", f"{process} (apart)", cpu, "s per million tokens")
     return rates
 
 

@@ -176,9 +176,9 @@ def settings(groups: int, batch: int) -> RunSettings:
 
     batches = -(-groups // batch)
     return RunSettings.model_validate({
-        "model": {"path": "unused"},
+        "model": {"path": "unused", "max_length": 1 << 20},
         "tasks": {"dataset": "chain_sum", "size": groups},
-        "rollout": {"group_size": 8, "max_new_tokens": 1024, "lease_timeout_s": DAY_S, "deadline_s": DAY_S,
+        "rollout": {"group_size": 8, "max_new_tokens": 1 << 19, "lease_timeout_s": DAY_S, "deadline_s": DAY_S,
                     "max_age_s": DAY_S},
         "batch": {"groups": batch, "max_lag": batches, "max_ahead": batches},
         "staleness": {"hard_lag": batches + 1},

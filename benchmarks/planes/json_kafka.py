@@ -90,7 +90,7 @@ def grouper(prefix: str, bootstrap: str, *_: str) -> None:
 
     events, samples, groups = (f"{prefix}.{name}" for name in (EVENTS, SAMPLES, GROUPS))
     kafka = {"bootstrap.servers": bootstrap}
-    out = clients.transactional_producer(kafka, f"{prefix}.grouper", 60)
+    out = clients.transactional_producer({**kafka, "message.max.bytes": 8 << 20}, f"{prefix}.grouper", 60)
     out.init_transactions(60)
     consumer = clients.consumer({**kafka, "group.id": f"{prefix}.grouper"})
     done = {orjson.loads(value)["group"] for value in _whole(kafka, groups)}

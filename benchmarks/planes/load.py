@@ -33,22 +33,31 @@ class Episode:
     reward: float
 
 
-def write(path: Path, completions: list[Completion], groups: int) -> int:
-    """The load of so many groups as a file that needs only numpy to be read. Its model tokens."""
+def write(path: Path, completions: list[Completion], groups: int, chain: int = 1) -> int:
+    """The load of so many groups as a file that needs only numpy to be read; `chain` completions make one episode. Its
+    model tokens."""
     siblings: dict[int, list[Completion]] = {}
     for one in completions:
         siblings.setdefault(one.group, []).append(one)
     prompts, tokens, logprobs = [], [], []
     for group in range(groups):
-        again, which = divmod(group, len(siblings))
-        for one in siblings[which]:
-            prompts.append(one.prompt)
-            tokens.append(((one.tokens + 977 * again) % VOCABULARY).astype(np.int32))
-            logprobs.append((one.logprobs * np.float32(1 - 1e-3 * again)).astype(np.float32))
+        for slot, first in enumerate(siblings[group * chain % len(siblings)]):
+            parts = [_again(siblings, group * chain + link, slot) for link in range(chain)]
+            prompts.append(first.prompt)
+            tokens.append(np.concatenate([ids for ids, _ in parts]))
+            logprobs.append(np.concatenate([values for _, values in parts]))
     np.savez(path, prompts=np.concatenate(prompts), prompt_lengths=[len(p) for p in prompts],
              tokens=np.concatenate(tokens), logprobs=np.concatenate(logprobs),
              lengths=[len(t) for t in tokens], size=len(siblings[0]))  # fmt: skip
     return sum(map(len, tokens))
+
+
+def _again(siblings: dict[int, list[Completion]], number: int, slot: int) -> tuple[Any, Any]:
+    """Ids and log-probabilities of the completion of that running number: from the second time on, others."""
+    time, which = divmod(number, len(siblings))
+    one = siblings[which][slot]
+    return (((one.tokens + 977 * time) % VOCABULARY).astype(np.int32),
+            (one.logprobs * np.float32(1 - 1e-3 * time)).astype(np.float32))  # fmt: skip
 
 
 def read(path: str | Path) -> list[list[Episode]]:

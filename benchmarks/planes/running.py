@@ -32,6 +32,7 @@ class Work:
     groups: int
     batch: int  # groups
     tokens: int  # model tokens of the load
+    about: str = ""  # the load, in words
 
     @property
     def bootstrap(self) -> str:

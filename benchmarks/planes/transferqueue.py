@@ -6,8 +6,8 @@ next batch of whole groups, gets its data and clears it; polling mode, so that n
 producer is a Ray actor, the trainer is Ray's driver. A batch arrives with its data; the trainer's process (which also
 gets and unpacks the tensors) stands apart, as do Ray's own servers. Bytes are those of the tensors, put and got.
 
-What it doesn't do: a log (what a killed storage unit or controller held is gone, unless `save_checkpoint` was called
-before; Ray doesn't start the actors again), spans or events below a whole sample (columns can be added later), attempts,
+What it doesn't do: a log (what a killed storage unit or controller held is gone, unless `save_checkpoint` was
+called before; Ray starts no actor again), spans or events below a whole sample (columns can be added later), attempts,
 duplicates, deadlines, hashes. Groups are complete only if their samples are put next to each other.
 """
 
@@ -135,7 +135,7 @@ def run(work: Work, kill: bool) -> Ran:
         driver = stack.enter_context(Started(module("transferqueue", "trainer", work.path, work.groups, work.batch,
                                                     python=python), env=env))  # fmt: skip
         stack.callback(_end, driver.pid)
-        driver.expect("ready", 180)
+        driver.expect("ready")
         before = _cpu(driver.pid)
         driver.signal(signal.SIGUSR1)
         began = time.monotonic()

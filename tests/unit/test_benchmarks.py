@@ -24,6 +24,20 @@ def benchmarks() -> list[str]:
     return [name for name in NAMES if hasattr(importlib.import_module(f"benchmarks.{name}"), "main")]
 
 
+@pytest.mark.slow
+def test_a_quick_run_of_the_wire_says_every_figure_and_goal_as_json() -> None:
+    done = subprocess.run([sys.executable, "-m", "benchmarks.wire", "--quick", "--json"], capture_output=True,
+                          text=True, cwd=ROOT, timeout=280)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    rows, goals = [one for one in said if "measure" in one], [one for one in said if "goal" in one]
+    assert said == rows + goals
+    assert {"measure", "subject", "value", "unit"} <= set.intersection(*(set(row) for row in rows))
+    assert len(goals) == 5
+    exact = [row["value"] for row in rows if row["measure"].startswith("same bits")]
+    assert set(exact) == {"yes"}
+
+
 def sample(options: argparse.Namespace, result: Result) -> None:
     result.row("speed", "ours", harness.spread([3.0, 1.0, 2.0]), "tokens/s")
     result.row("survives kill -9", "theirs", "no")
