@@ -51,6 +51,7 @@ class _Child:
     name: str
     role: str
     log: Path
+    share: str | None = None  # of the partitions, where there are several assemblers
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     deaths: int = 0
@@ -99,14 +100,16 @@ class Supervisor:
                     signal.signal(signum, handler)
 
     def _run(self) -> None:
-        roles = ["assembler", "coordinator", *["worker"] * self.site.workers, "trainer"]
+        assemblers = self.site.assemblers
+        roles = [*["assembler"] * assemblers, "coordinator", *["worker"] * self.site.workers, "trainer"]
         count: collections.Counter[str] = collections.Counter()
         logs = state_dir(self.site, self.topics.run) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         for role in roles:
-            name = role if role != "worker" or self.site.workers == 1 else f"worker-{count[role]}"
+            name = role if roles.count(role) == 1 else f"{role}-{count[role]}"
+            share = f"{count[role]}/{assemblers}" if role == "assembler" and assemblers > 1 else None
             count[role] += 1
-            self.children.append(_Child(name, role, logs / f"{name}.log"))
+            self.children.append(_Child(name, role, logs / f"{name}.log", share))
         for child in self.children:
             self._start(child)
         progress = Progress()
@@ -159,7 +162,8 @@ class Supervisor:
             child.process = subprocess.Popen(
                 [sys.executable, "-m", "headrace", "start", child.role, self.topics.run, "--config",
                  str(self.config_file), "--parent", str(os.getpid()), "--name", f"{socket.gethostname()}-{child.name}",
-                 *(["--stop-at", str(self.stop_at)] if self.stop_at is not None else [])],
+                 *(["--stop-at", str(self.stop_at)] if self.stop_at is not None else []),
+                 *(["--share", child.share] if child.share is not None else [])],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 env={**os.environ, BOOTSTRAP_VARIABLE: str(self.kafka["bootstrap.servers"])},
             )  # fmt: skip

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,7 +40,8 @@ MEMORY_BYTES = 256 << 20  # for the spans of open groups, of all partitions of a
 COMMIT_RECORDS = 10_000  # input records of one Position at most: 16 bytes each, and a record must stay under 1 MB
 POLL_RECORDS = 1000
 WAIT_S = 0.02
-LOAD = 4  # of the time, commits may take one part in LOAD + 1: with slow ones the interval grows
+LOAD = 2  # commits may take one part in so many of the time: with slow ones the interval grows
+COMMITS_AT_ONCE = 8  # a transaction mostly waits for the broker: one after the other, many partitions would add up
 # What is written is mostly sampled tokens that were zstd'd once: lz4 takes 13 % more room there and half the time.
 COMPRESSION = {"compression.type": "lz4"}
 
@@ -54,6 +56,7 @@ def run_assembler(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSett
     name = topics.name(TRAJECTORIES)
     owned = list(range(settings.log.partitions) if partitions is None else partitions)
     with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(min(len(owned), COMMITS_AT_ONCE), "commit"))
         begin = beginning_offsets(kafka, name)
         budget = Budget(memory_bytes)
         again = stack.enter_context(Reader(kafka))
@@ -76,7 +79,7 @@ def run_assembler(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSett
                 heard.add(record.partition)
             now = time.monotonic()
             if now >= next_commit or any(part.progress.records >= COMMIT_RECORDS for part in parts.values()):
-                _commit(parts.values())
+                _commit(pool, parts.values())
                 spent = time.monotonic() - now
                 next_commit = now + max(settings.log.commit_ms / 1000, LOAD * spent)
             for p, part in parts.items():
@@ -87,21 +90,16 @@ def run_assembler(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSett
                     part.heard = now
             if trimmer is not None:
                 trimmer.trim({p: (part.progress.low_mark, part.fold.clock.last_ms) for p, part in parts.items()})
-        _commit(parts.values(), clean=True)
+        _commit(pool, parts.values(), clean=True)
 
 
-def _commit(parts: Collection[_Partition], clean: bool = False) -> None:
+def _commit(pool: ThreadPoolExecutor, parts: Collection[_Partition], clean: bool = False) -> None:
     """Where one was fenced, the others still commit what is theirs. Raises Fenced."""
-    fenced: list[Fenced] = []
-    for part in parts:
-        try:
-            part.commit_if_due(clean or bool(fenced))
-        except Fenced as error:
-            fenced.append(error)
+    fenced = [error for error in pool.map(_Partition.commit, [p for p in parts if p.due(clean)]) if error is not None]
     if fenced:
         for part in parts:
-            if part.alive:
-                part.commit_if_due(clean=True)
+            if part.alive and part.due(clean=True):
+                part.commit()
         raise fenced[0]
 
 
@@ -160,13 +158,13 @@ class _Partition:
 
     # ------------------------------------------------------------------------------------------------- commits
 
-    def commit_if_due(self, clean: bool = False) -> None:
+    def due(self, clean: bool = False) -> bool:
         """`clean` settles input without effects too, so that the next process has nothing to fold again."""
         progress = self.progress
-        if progress.replayed and (progress.pending or progress.records >= (1 if clean else COMMIT_RECORDS)):
-            self._commit()
+        return progress.replayed and (bool(progress.pending) or progress.records >= (1 if clean else COMMIT_RECORDS))
 
-    def _commit(self) -> None:
+    def commit(self) -> Fenced | None:
+        """Write all that is pending. Returns Fenced where the partition is another process's now."""
         samples, groups = self._topics.name(SAMPLES), self._topics.name(GROUPS)
         waiting = [(group, value) for group, sample in self._samples.items() for value in sample.chunks]
         first = [Output(samples, self.number, value, group.encode()) for group, value in waiting]
@@ -192,11 +190,14 @@ class _Partition:
 
         try:
             self.progress.committed(self._transactor.commit(build))
-        except Exception:
+        except Exception as error:
             log.error("partition %d of %s stops at %d; nothing above %d is committed", self.number,
                       self._topics.name(TRAJECTORIES), self.progress.offset, self.progress.position)  # fmt: skip
+            if isinstance(error, Fenced):
+                return error
             raise
         self._samples, self._refused = {}, {}
+        return None
 
     def _dead_letter(self, effect: Refused) -> Output:
         record = self._refused[effect.cause]

@@ -5,7 +5,8 @@ record moves it by the time since the newest record before, at most `MAX_STEP_MS
 else happens writes ticks.
 
 Timestamps are those of the partition's leader, and leaders' clocks differ. While leadership moves to and fro, only what
-goes beyond the newest timestamp so far counts: the clock gains at most that difference, once, however often it moves.
+goes beyond the newest timestamp so far counts: the clock gains at most that difference, once, however often it moves,
+and loses at each move at most what a difference is beyond `MAX_STEP_MS`: a deadline comes later then, but it comes.
 A clock that went back further than leaders' clocks differ was wrong and has been set right: time goes on from there.
 """
 

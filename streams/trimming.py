@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient
 
 from headrace.schemas.errors import LogError
 
@@ -31,6 +32,12 @@ def trim_to(low_mark: int, first_young: int, begin: int) -> int | None:
     the log begins at `begin`."""
     end = min(low_mark, first_young)
     return end if end > begin else None
+
+
+def delete(admin: AdminClient, topic: str, ends: Mapping[int, int]) -> dict[int, Future[Any]]:
+    """Ask for everything below these offsets to go. What came of it, by partition; the client must outlive that."""
+    wanted = [TopicPartition(topic, partition, end) for partition, end in ends.items()]
+    return {place.partition: future for place, future in admin.delete_records(wanted).items()}
 
 
 class Trimmer:
@@ -63,9 +70,7 @@ class Trimmer:
                 if end is not None:
                     ends[partition] = end
             if ends:
-                wanted = [TopicPartition(self._topic, partition, end) for partition, end in ends.items()]
-                asked = self._admin.delete_records(wanted)
-                self._asked = {place.partition: future for place, future in asked.items()}
+                self._asked |= delete(self._admin, self._topic, ends)
         except (KafkaException, LogError) as error:
             log.warning("%s is not trimmed now: %s", self._topic, error)
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,7 +40,6 @@ from headrace.schemas.events import (
 from headrace.schemas.payload import content_hash, from_chunks
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import DEADLETTER, FLEET, GROUPS, POLICY, SAMPLES, TASKS, TRAJECTORIES, RunTopics
-from headrace.streams import assembling
 from headrace.streams.assembling import run_assembler
 from headrace.streams.coordinating import run_coordinator
 from headrace.streams.log import clients, transactions
@@ -173,9 +173,8 @@ def manifests(kafka: Kafka, topics: RunTopics) -> list[Manifest]:
 def test_a_scripted_run_becomes_batches_that_hold_what_was_sampled(
     kafka: Kafka, run_name: str, trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if trouble == "no memory for spans":
-        monkeypatch.setattr(assembling, "SPAN_BYTES", 0)
-    elif trouble != "none":
+    assembler = partial(run_assembler, memory_bytes=0 if trouble == "no memory for spans" else 1 << 20)
+    if trouble.startswith("every"):
         send, calls = Transactor._send, itertools.count()
 
         def sent_in_vain(self: Transactor, outputs: Sequence[Output]) -> list[int]:
@@ -188,7 +187,7 @@ def test_a_scripted_run_becomes_batches_that_hold_what_was_sampled(
     topics, run = RunTopics(run_name), settings()
     create_run(kafka, topics, run)
     trainer, worker = Trainer(kafka, topics), Worker(kafka, topics)
-    with role(run_assembler, kafka, topics, run), role(run_coordinator, kafka, topics, run, task_source(run.tasks)):
+    with role(assembler, kafka, topics, run), role(run_coordinator, kafka, topics, run, task_source(run.tasks)):
         for _ in range(20):
             worker.turn()
         assert not worker.leases, "nothing may be leased before version 0 is published"
@@ -322,7 +321,6 @@ def test_deadline_closes_a_group_also_after_a_stop_and_a_resume(kafka: Kafka, ru
 HOLDING = """
 import sys, threading, time
 from headrace.schemas.topics import RunTopics
-from headrace.streams import assembling
 from headrace.streams.assembling import run_assembler
 from headrace.streams.coordinating import run_coordinator
 from headrace.streams.log.policy import open_settings
