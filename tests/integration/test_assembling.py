@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+import pytest
 from confluent_kafka import Producer
 
 from headrace.consumers.ledger import audit
@@ -193,12 +195,12 @@ def test_overlapping_assembler_ends_as_fenced_and_commits_what_is_its_own(kafka:
         writer.whole(0, "before")
         until(lambda: "before" in closed(kafka, topics), WAIT_S)
         with role(run_assembler, kafka, topics, run, [1]) as second:
-            writer.whole(1, "theirs")
-            until(lambda: "theirs" in closed(kafka, topics), WAIT_S)
             # The first one decides on both partitions, and commits that of the one that is still its own.
-            writer.put(0, lease("mine", rules=spec(1, deadline_s=600.0)), *Script("mine").whole(1.0))
+            writer.whole(0, "mine")
+            writer.whole(1, "theirs")
             until(lambda: bool(first), WAIT_S)
-            until(lambda: "mine" in closed(kafka, topics), WAIT_S)
+            assert "mine" in closed(kafka, topics)
+            until(lambda: "theirs" in closed(kafka, topics), WAIT_S)
             assert isinstance(first[0], Fenced) and "assembler.1" in str(first[0]) and not second
     assert unsound(kafka, topics) == []
 
@@ -234,6 +236,59 @@ def test_closures_and_contents_are_the_same_without_memory_for_spans(kafka: Kafk
         said.append([samples, len(ends), hashes])
         assert unsound(kafka, topics) == []
     assert said[0] == said[1]
+
+
+@pytest.mark.slow
+def test_candidates_that_no_trainer_takes_hold_no_memory(kafka: Kafka, run_name: str, tmp_path: Path) -> None:
+    """Nobody coordinates or trains here. 10 M tokens are 80 MB as columns: the process may not grow with them."""
+    topics, run = RunTopics(run_name), settings()
+    create_run(kafka, topics, run)
+    writer, tokens = Writer(kafka, topics), 50_000
+    process = start_assembler(kafka, run_name, "0/1", tmp_path)
+    try:
+        resident = []
+        for n in range(100):
+            writer.whole(n % 2, f"g{n}", tokens)
+            if n % 10 == 9:
+                until(lambda n=n: len(closed(kafka, topics)) == n + 1, WAIT_S)  # type: ignore[misc]
+                resident.append(psutil.Process(process.pid).memory_info().rss)
+        assert max(resident[-3:]) < max(resident[2:5]) + (16 << 20)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+# ------------------------------------------------------------------------------------------------------ stopped
+
+
+@pytest.mark.slow
+def test_assembler_stopped_past_its_time_loses_and_doubles_nothing(
+    kafka: Kafka, run_name: str, tmp_path: Path
+) -> None:
+    """Another one takes over while it stands still; when it goes on, it is fenced at its first commit."""
+    topics, run = RunTopics(run_name), settings(commit_ms=500)
+    create_run(kafka, topics, run)
+    writer = Writer(kafka, topics)
+    stopped = start_assembler(kafka, run_name, "0/1", tmp_path)
+    try:
+        writer.whole(0, "before")
+        until(lambda: "before" in closed(kafka, topics), WAIT_S)
+        for n in range(20):  # it is stopped with some of these read, and perhaps sent
+            writer.whole(n % 2, f"during-{n}")
+        stopped.send_signal(signal.SIGSTOP)
+        with role(run_assembler, kafka, topics, run):
+            until(lambda: len(closed(kafka, topics)) == 21, WAIT_S)
+            stopped.send_signal(signal.SIGCONT)
+            for n in range(4):
+                writer.whole(n % 2, f"after-{n}")
+            assert stopped.wait(WAIT_S) == 1
+            assert stopped.stderr is not None and "another process owns the transactional id" in stopped.stderr.read()
+            until(lambda: len(closed(kafka, topics)) == 25, WAIT_S)
+    finally:
+        stopped.kill()
+        stopped.communicate()
+    assert len([e for e in everything(kafka, topics, GROUPS) if isinstance(e, GroupClosed)]) == 25
+    assert unsound(kafka, topics) == []
 
 
 def typed(make: Callable[[Script], Event]) -> Callable[[Script], Event]:
