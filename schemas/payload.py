@@ -104,7 +104,9 @@ def _concatenated(columns: Sequence[bytes]) -> bytearray:
     for column in columns:
         n = len(column) // 4
         for i in range(4):
-            values[start + i : start + 4 * n : 4] = column[i * n : (i + 1) * n]
+            plane = column[i * n : (i + 1) * n]
+            if plane[:1] != b"\0" or plane.count(0) < n:  # those of token ids' high bytes often hold nothing but 0
+                values[start + i : start + 4 * n : 4] = plane
         start += 4 * n
     return values
 
