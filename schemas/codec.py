@@ -44,10 +44,14 @@ class _Kind:
     load: Callable[[Plain], Any]
 
 
+def fingerprint_of(canonical: str) -> bytes:
+    """CRC-64-AVRO, little-endian, of a schema in parsing canonical form."""
+    return bytes.fromhex(fingerprint(canonical, "CRC-64-AVRO"))  # fastavro prints the little-endian bytes
+
+
 def schema_header(schema: Any) -> bytes:
     """The ten bytes that precede a body written with `schema`."""
-    rabin = fingerprint(to_parsing_canonical_form(schema), "CRC-64-AVRO")
-    return MARKER + bytes.fromhex(rabin)  # fastavro prints the fingerprint's little-endian bytes
+    return MARKER + fingerprint_of(to_parsing_canonical_form(schema))
 
 
 def _identity(value: Plain) -> Plain:
@@ -199,5 +203,5 @@ def schema_of(cls: type) -> Any:
     return _registry()[0][cls].schema
 
 
-__all__ = ["HEADER", "MARKER", "decode", "encode", "events", "kind_of", "knows", "learn", "own_schemas",
-           "schema_header", "schema_of", "to_plain"]  # fmt: skip
+__all__ = ["HEADER", "MARKER", "decode", "encode", "events", "fingerprint_of", "kind_of", "knows", "learn",
+           "own_schemas", "schema_header", "schema_of", "to_plain"]  # fmt: skip

@@ -36,6 +36,7 @@ from headrace.schemas.topics import DEADLETTER, GROUPS, SAMPLES, TRAJECTORIES, R
 
 from .assembler import Closed, Fold, Refused, read_event
 from .clock import TICK_AFTER_S
+from .log.policy import Schemas
 from .log.reader import Reader, Record, beginning_offsets, read_at, read_backwards
 from .log.transactions import Output, Send, Transactor
 from .progress import Progress
@@ -96,6 +97,7 @@ class _Partition:
     def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, number: int, begin: int, span_bytes: int) -> None:
         self.number = number
         self._kafka, self._topics = kafka, topics
+        self._decode = Schemas(kafka, topics).decode  # a newer writer's events are refused by no pass, or by all
         # First the id, which ends a predecessor's open transaction; only then is the end of `groups` final.
         self._transactor = Transactor(kafka, topics.transactional_id("assembler", number))
         self.progress = self._recover()
@@ -118,7 +120,7 @@ class _Partition:
 
     def take(self, record: Record) -> None:
         self.heard = time.monotonic()
-        event = read_event(record.value)
+        event = read_event(record.value, self._decode)
         if isinstance(event, Span) and self.fold.is_open(event.group):
             self._keep(event, record)
         effects = self.fold.apply(record, event)
@@ -160,7 +162,7 @@ class _Partition:
     def _read_again(self, offsets: set[int]) -> dict[int, PayloadSpan]:
         found = {}
         for offset, record in read_at(self._kafka, self._topics.name(TRAJECTORIES), self.number, offsets).items():
-            event = read_event(record.value)
+            event = read_event(record.value, self._decode)
             if isinstance(event, RecordError):
                 raise event
             assert isinstance(event, Span)
