@@ -18,17 +18,17 @@ from .facts import Fact
 
 def check_announcements(facts: Sequence[Fact[Any]]) -> Iterator[tuple[Fact[Any], str]]:
     """The records of `policy`, in order -> the record, and what doesn't hold of it (or of what stood before it)."""
-    chain = [(i, fact) for i, fact in enumerate(facts) if isinstance(fact.event, SchemaAdded)]
-    for place, (i, fact) in enumerate(chain):
-        event: SchemaAdded = fact.event
+    places = {(fact.event.writer, fact.event.number) for fact in facts if isinstance(fact.event, SchemaAdded)}
+    for i, fact in enumerate(facts):
+        if not isinstance(event := fact.event, SchemaAdded):
+            continue
         if fingerprint_of(event.schema) != event.fingerprint or _name(event.schema) != event.name:
             yield fact, f"is not the schema of {event.name} that its fingerprint names: it was altered"
-        due = event.number + 1
         if event.last < event.number:
             yield fact, f"number {event.number} of an announcement that ended with {event.last}"
-        elif due <= event.last and (place + 1 == len(chain) or chain[place + 1][1].event.number != due):
+        elif event.number < event.last and (event.writer, event.number + 1) not in places:
             after = facts[i + 1] if i + 1 < len(facts) else fact
-            yield after, f"number {due} of the announced schemas is missing after {fact}"
+            yield after, f"number {event.number + 1} of the announced schemas is missing after {fact}"
 
 
 def _name(schema: str) -> str:

@@ -136,7 +136,8 @@ class Registry:
         try:
             event, end = kind.decode(value, HEADER) if writer is None else _resolved(value, writer, kind)
         except Exception as error:  # whatever damaged bytes lead a parser to: IndexError, UnicodeError, EOFError, ...
-            raise UndecodableRecord(f"a damaged {kind.cls.__name__} record ({type(error).__name__}: {error})") from error
+            said = f"{type(error).__name__}: {error}"
+            raise UndecodableRecord(f"a damaged {kind.cls.__name__} record ({said})") from error
         if end < len(value):
             raise UndecodableRecord(f"a {kind.cls.__name__} record with {len(value) - end} bytes too many")
         if end > len(value):

@@ -48,10 +48,11 @@ from headrace.schemas.topics import DEADLETTER, GROUPS, POLICY, TRAJECTORIES, Ru
 from headrace.streams.assembling import run_assembler
 from headrace.streams.log import clients, policy
 from headrace.streams.log.reader import beginning_offsets, end_offsets, read_range
+from tests.unit.test_wire import murmur2
 
 Kafka = dict[str, Any]
 SETTINGS = RunSettings(model=ModelSettings(path="unused"), tasks=TaskSettings(dataset="chain_sum"),
-                       log={"partitions": 1, "commit_ms": 50})  # type: ignore[arg-type]  # fmt: skip
+                       log={"partitions": 1, "commit_ms": 50})  # fmt: skip
 
 
 def newer(cls: type, field: str) -> dict[str, Any]:
@@ -198,3 +199,15 @@ def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.1)
+
+
+def test_a_group_lies_in_the_partition_that_the_document_computes(kafka: Kafka, run_name: str) -> None:
+    topics, partitions = RunTopics(run_name), 3
+    clients.create_topics(kafka, topics.specs(partitions, 1))
+    keys, placed = [f"demo-{i:06d}" for i in range(50)], {}
+    producer = clients.producer(kafka)
+    for key in keys:
+        delivered = lambda _, message: placed.update({message.key().decode(): message.partition()})  # noqa: E731
+        producer.produce(topics.name(TRAJECTORIES), value=b"", key=key.encode(), on_delivery=delivered)
+    assert producer.flush(60) == 0
+    assert placed == {key: (murmur2(key.encode()) & 0x7FFFFFFF) % partitions for key in keys}
