@@ -245,8 +245,9 @@ class _Source:
             body.add(*_NEXT_LONG, "if n == 0: break")
             body.add(f"{count} = (n + 1) >> 1")  # a negative count is followed by the block's size
             body.add("if n & 1:", *(f"    {line}" for line in _NEXT_LONG))
-            body.add(f"for _ in range({count}):")
+            body.add(f"while {count}:")
             body.deeper()
+            body.add(f"{count} -= 1")
             if array:
                 self._read(body, kind["items"], get_args(hint)[0], item)
                 body.add(f"{v}.append({item})")
