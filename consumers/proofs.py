@@ -33,6 +33,7 @@ from headrace.schemas.outcomes import Closure, Disposition, Source
 from headrace.schemas.payload import content_hash, from_chunks
 from headrace.schemas.topics import SAMPLES, WEIGHTS
 
+from .announcements import check_announcements
 from .facts import Fact, Failures, address, check_chain, read_facts
 from .recount import Recount
 from .source import LogSource
@@ -165,6 +166,8 @@ def check_policy(facts: Sequence[Fact[Any]], batches: Sequence[Fact[Manifest | D
         chains.setdefault(fact.event.writer, []).append(fact)
     for chain in chains.values():
         check_chain(chain, failures, begin=None if chain[0] is created else created)
+    for where, message in check_announcements(facts):
+        failures.add(where, message)
     manifests = {fact.offset: fact for fact in batches if isinstance(fact.event, Manifest)}
     versions: dict[int, Fact[Version]] = {}
     published: set[int] = set()

@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
-from headrace.schemas.codec import decode
 from headrace.schemas.errors import SettingsError, UndecodableRecord
 from headrace.schemas.events import Disposed, Event, GroupClosed, Manifest, SlotFate
 from headrace.schemas.outcomes import Closure, Disposition
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import ALL_TOPICS, BATCHES, GROUPS, RunTopics
 from headrace.streams.log.clients import check_broker
-from headrace.streams.log.policy import open_settings, runs
+from headrace.streams.log.policy import Schemas, open_settings, runs
 from headrace.streams.log.reader import Reader, Record, beginning_offsets, end_offsets, offsets_at
 
 from .source import Snapshot
@@ -115,9 +114,10 @@ class Run:
     def events(self, *topics: str, start: Start = "earliest", follow: bool = False,
                stop: threading.Event | None = None) -> Iterator[tuple[Record, Event | UndecodableRecord]]:  # fmt: skip
         """As `records`, decoded. One that can't be is handed out with the error that says why: it is a fact too."""
+        schemas = Schemas(self.kafka, self.topics)
         for record in self.records(*topics, start=start, follow=follow, stop=stop):
             try:
-                yield record, decode(record.value)
+                yield record, schemas.decode(record.value)
             except UndecodableRecord as error:
                 place = (self.topics.short(record.topic), record.partition, record.offset)
                 yield record, UndecodableRecord(str(error), *place)
@@ -126,8 +126,9 @@ class Run:
         """Closed groups, each once: when its fate is known. Without `follow`, candidates that still wait come last."""
         waiting: dict[str, GroupView] = {}
         early: dict[str, _Fate] = {}  # read before their closures
+        schemas = Schemas(self.kafka, self.topics)
         for record in self.records(GROUPS, BATCHES, follow=follow, stop=stop):
-            event = decode(record.value)
+            event = schemas.decode(record.value)
             fates: dict[str, _Fate] = {}
             if isinstance(event, GroupClosed):
                 view = _view(record, event)

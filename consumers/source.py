@@ -26,6 +26,7 @@ from headrace.schemas.topics import (
     RunTopics,
 )
 from headrace.streams.log.clients import KafkaConfig
+from headrace.streams.log.policy import learn_schemas
 from headrace.streams.log.reader import Reader, Record
 
 # Referring topics before those that they refer to.
@@ -67,6 +68,7 @@ class Snapshot:
             self._lower = {topic: bounds(topic) for topic in _CUT_ORDER}
             time.sleep(_MARKERS_S)
             self._upper = {topic: bounds(topic) for topic in _CUT_ORDER}
+        learn_schemas(kafka, topics)  # after the edges: the schemas of all below are announced by now
 
     def partitions(self, topic: str) -> int:
         return len(self._upper[topic])

@@ -14,13 +14,20 @@ from typing import Annotated
 
 import typer
 
-from headrace.schemas.errors import HeadraceError, ModelError, RunConflict, RunNotFound, SettingsError
+from headrace.schemas.errors import (
+    HeadraceError,
+    ModelError,
+    NotAnnounced,
+    RunConflict,
+    RunNotFound,
+    SettingsError,
+)
 from headrace.schemas.topics import RunTopics
 
 from . import reading
 from .settings import describe, kafka_config, load_config, load_site
 
-WRONG_USE = (SettingsError, RunNotFound, RunConflict, ModelError)
+WRONG_USE = (SettingsError, RunNotFound, RunConflict, ModelError, NotAnnounced)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Reinforcement learning of language-model agents, from a log.")  # fmt: skip
@@ -94,7 +101,7 @@ def start(
 ) -> None:
     """Run one role, in this process."""
     from headrace.producers.lifeline import die_with_parent
-    from headrace.streams.log.policy import open_settings
+    from headrace.streams.log.policy import check_announced, open_settings
 
     from .roles import ROLES, run_role
 
@@ -111,7 +118,9 @@ def start(
         site = site.model_copy(update={"assembler_share": share})
     kafka = kafka_config(site)
     topics = RunTopics(run, site.prefix)
-    raise typer.Exit(run_role(role, kafka, topics, open_settings(kafka, topics).settings, site, name))
+    settings = open_settings(kafka, topics).settings
+    check_announced(kafka, topics)
+    raise typer.Exit(run_role(role, kafka, topics, settings, site, name))
 
 
 @broker_app.command("start")

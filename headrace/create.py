@@ -1,25 +1,32 @@
-"""How a run comes to be: its topics, and its settings as the first record of `policy`.
+"""How a run comes to be: its topics, its settings as the first record of `policy`, and the schemas of its records.
 
-Creating is safe to repeat and to race: whoever owns the transactional id writes the first record only after having seen
-that there is none.
+Creating is safe to repeat and to race: whoever owns the transactional id writes only what it has seen to be missing.
+All records are one transaction and one chain, that of the writer `create`. Repeating it with a newer version of
+Headrace announces what that version writes in another form, before any of its processes writes so.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
 from headrace.schemas.chain import Chain
-from headrace.schemas.errors import ModelError, RunConflict
-from headrace.schemas.events import RunCreated
+from headrace.schemas.codec import decode, own_schemas
+from headrace.schemas.errors import Fenced, ModelError, RecordError, RunConflict
+from headrace.schemas.events import Authored, RunCreated, SchemaAdded
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import POLICY, RunTopics
 from headrace.streams.log import clients, policy
+from headrace.streams.log.reader import Record
 from headrace.streams.log.transactions import Output, Transactor
 
 from .settings import differences
+
+WRITER = "create"
+TRIES = 10  # against others who create the same run at the same moment
 
 
 def check_model(settings: RunSettings) -> None:
@@ -35,20 +42,58 @@ def check_model(settings: RunSettings) -> None:
 
 
 def create_run(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings) -> bool:
-    """True where the run is new. Raises RunConflict with the differences where it exists with other settings."""
+    """True where the run is new. When it returns, every reader can see what it wrote. Raises RunConflict with the
+    differences where the run exists with other settings."""
     clients.create_topics(kafka, topics.specs(settings.log.partitions, settings.log.replication))
+    for left in reversed(range(TRIES)):
+        try:
+            new = _write(kafka, topics, settings)
+            policy.settled_end(kafka, topics)  # a commit is acknowledged a moment before readers see it
+            return new
+        except Fenced:  # by another who creates this run: what it wrote is seen in the next try
+            if not left:
+                raise
+            time.sleep(random.uniform(0.05, 0.5))
+    raise AssertionError("unreachable")
+
+
+def _write(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings) -> bool:
+    # 1. Take the id over; 2. read what there is; 3. write what is missing, as one transaction.
     transactor = Transactor(kafka, topics.transactional_id("create"))
     try:
-        if policy.first_record(kafka, topics) is not None:
+        records = policy.settled_records(kafka, topics)
+        if records:
             _same(policy.open_settings(kafka, topics).settings, settings, topics)
-            return False
-        chain = Chain()
-        created = RunCreated(**chain.link(), writer="create", run=topics.run, settings=settings.model_dump_json(),
-                             software=version("headrace"), created_ms=int(time.time() * 1000))  # fmt: skip
-        transactor.send([Output(topics.name(POLICY), 0, chain.extend(created))])
-        return True
+        known = {event.fingerprint for event in policy.announced(records)}
+        new = [schema for schema in own_schemas() if schema[1] not in known]
+        chain = _chain(records)
+        values = []
+        if not records:
+            created = RunCreated(**chain.link(), writer=WRITER, run=topics.run, settings=settings.model_dump_json(),
+                                 software=version("headrace"), created_ms=int(time.time() * 1000))  # fmt: skip
+            values.append(chain.extend(created))
+        last = chain.number + len(new) - 1
+        for name, fingerprint, schema in new:
+            added = SchemaAdded(**chain.link(), writer=WRITER, name=name, fingerprint=fingerprint, schema=schema,
+                                last=last)  # fmt: skip
+            values.append(chain.extend(added))
+        if values:
+            transactor.send([Output(topics.name(POLICY), 0, value) for value in values])
+        return not records
     finally:
         transactor.close()
+
+
+def _chain(records: list[Record]) -> Chain:
+    """Where the chain of this writer ends."""
+    for record in reversed(records):
+        try:
+            event = decode(record.value)
+        except RecordError:
+            continue  # the ledger names it
+        if isinstance(event, Authored) and event.writer == WRITER:
+            return Chain.after(event, record.value or b"")
+    return Chain()
 
 
 def _same(recorded: RunSettings, given: RunSettings, topics: RunTopics) -> None:

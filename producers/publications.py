@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from headrace.schemas import delta
 from headrace.schemas.codec import decode
 from headrace.schemas.errors import DamagedWeights, UndecodableRecord, WeightsRefused, WrongBase
-from headrace.schemas.events import Publication, WeightChunk
+from headrace.schemas.events import Publication, SchemaAdded, WeightChunk
 from headrace.schemas.topics import POLICY, WEIGHTS, RunTopics
-from headrace.streams.log.policy import open_settings
+from headrace.streams.log.policy import learn_from, open_settings
 from headrace.streams.log.reader import Reader, Record, beginning_offsets, end_offsets
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -38,6 +38,8 @@ class Publications:
     def note(self, record: Record) -> bool:
         """Whether the record is a publication; raises UndecodableRecord."""
         event = decode(record.value)
+        if isinstance(event, SchemaAdded):
+            learn_from([record])  # of publications to come, perhaps
         if not isinstance(event, Publication):
             return False
         self._by_version.setdefault(event.version, []).append(Published(record.offset, event))

@@ -26,13 +26,12 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from headrace.schemas.codec import decode
 from headrace.schemas.errors import HeadraceError, NoProgress, UndecodableRecord
 from headrace.schemas.events import Assignment, Event, GroupSpec, Heartbeat, Lease, LeaseRequest, Task
 from headrace.schemas.outcomes import REASON_PRODUCER_RAISED, Boundary, Outcome, Purpose, Source
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import FLEET, TASKS, TRAJECTORIES, RunTopics
-from headrace.streams.log.policy import open_settings
+from headrace.streams.log.policy import Schemas, check_announced, open_settings
 from headrace.streams.log.reader import Reader, end_offsets
 
 from .episodes import Attempt, EpisodeWriter
@@ -134,6 +133,7 @@ class Producer:
         if not unmanaged:
             name = topics.name(TASKS)
             # Before the first heartbeat: an older lease can't name this incarnation, and a newer one is not missed.
+            self._schemas = Schemas(kafka, topics)
             self._tasks = Reader(kafka, {(name, 0): end_offsets(kafka, name)[0]})
             self._heart = threading.Thread(target=self._beat, daemon=True, name="headrace-heartbeat")
             self._heart.start()
@@ -175,7 +175,7 @@ class Producer:
         while time.monotonic() < end:
             for record in self._tasks.poll(100, 0.2):
                 try:
-                    lease = decode(record.value)
+                    lease = self._schemas.decode(record.value)
                 except UndecodableRecord:
                     continue
                 if isinstance(lease, Lease) and lease.request == request.request:
@@ -218,6 +218,8 @@ class Producer:
 
 def open_producer(run: str, kafka: Mapping[str, Any], *, prefix: str = "headrace", unmanaged: bool = False,
                   worker: str | None = None) -> Producer:  # fmt: skip
-    """Raises RunNotFound, BrokerUnreachable."""
+    """Raises RunNotFound, BrokerUnreachable, NotAnnounced where an older Headrace created the run."""
     topics = RunTopics(run, prefix)
-    return Producer(kafka, topics, open_settings(kafka, topics).settings, unmanaged=unmanaged, worker=worker)
+    settings = open_settings(kafka, topics).settings
+    check_announced(kafka, topics)
+    return Producer(kafka, topics, settings, unmanaged=unmanaged, worker=worker)

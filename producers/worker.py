@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.schemas.codec import decode
 from headrace.schemas.errors import EngineError, UndecodableRecord
 from headrace.schemas.events import Event, HandBack, Heartbeat, Lease, LeaseEnded
 from headrace.schemas.outcomes import (
@@ -35,6 +34,7 @@ from headrace.schemas.outcomes import (
 )
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import FLEET, TASKS, TRAJECTORIES, RunTopics
+from headrace.streams.log.policy import Schemas
 from headrace.streams.log.reader import Reader, end_offsets
 
 from .engines import Engine, GenerationRequest, Progress, Sampling
@@ -90,6 +90,7 @@ class Worker:
         self._last_beat = 0.0
         self._draining = False
         name_of_tasks = topics.name(TASKS)
+        self._schemas = Schemas(kafka, topics)
         self._tasks = Reader(kafka, {(name_of_tasks, 0): end_offsets(kafka, name_of_tasks)[0]})
 
     # ------------------------------------------------------------------------------------------------- the loop
@@ -150,7 +151,7 @@ class Worker:
     def _take_leases(self, wait_s: float) -> None:
         for record in self._tasks.poll(200, wait_s):
             try:
-                event = decode(record.value)
+                event = self._schemas.decode(record.value)
             except UndecodableRecord as error:
                 log.error("%s[%d]@%d: %s", record.topic, record.partition, record.offset, error)
                 continue

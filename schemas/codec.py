@@ -12,7 +12,7 @@ import io
 import json
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib import resources
@@ -44,10 +44,14 @@ class _Kind:
     load: Callable[[Plain], Any]
 
 
+def fingerprint_of(canonical: str) -> bytes:
+    """CRC-64-AVRO, little-endian, of a schema in parsing canonical form."""
+    return bytes.fromhex(fingerprint(canonical, "CRC-64-AVRO"))  # fastavro prints the little-endian bytes
+
+
 def schema_header(schema: Any) -> bytes:
     """The ten bytes that precede a body written with `schema`."""
-    rabin = fingerprint(to_parsing_canonical_form(schema), "CRC-64-AVRO")
-    return MARKER + bytes.fromhex(rabin)  # fastavro prints the fingerprint's little-endian bytes
+    return MARKER + fingerprint_of(to_parsing_canonical_form(schema))
 
 
 def _identity(value: Plain) -> Plain:
@@ -94,59 +98,64 @@ def _class_converters(cls: type) -> tuple[Callable[[Any], Plain], Callable[[Plai
     return dump, load
 
 
-_Registry = tuple[dict[type, _Kind], dict[bytes, tuple[Any, _Kind]]]
+class Registry:
+    """Records by class and by header. `schemas` are the files of `avro`: what each is called, and what it holds."""
 
+    def __init__(self, classes: Iterable[type], schemas: Mapping[str, Any]) -> None:
+        self.by_class: dict[type, _Kind] = {}
+        # The writer's schema is None where it is our own.
+        self.by_header: dict[bytes, tuple[Any, _Kind]] = {}
+        for cls in classes:
+            own = schemas[f"{cls.__name__}.avsc"]
+            header = schema_header(own)
+            kind = _Kind(cls, fastavro.parse_schema(own), to_parsing_canonical_form(own), header,
+                         *compile_record(cls, own, header), *_class_converters(cls))  # fmt: skip
+            self.by_class[cls] = kind
+            self.by_header[header] = (None, kind)
+            for name, old in schemas.items():
+                if name.startswith(f"{cls.__name__}.v"):
+                    self.by_header[schema_header(old)] = (fastavro.parse_schema(old), kind)
 
-@cache
-def _registry() -> _Registry:
-    """Kinds by class, and (writer's schema, kind) by header; the writer's schema is None where it is our own."""
-    files = {f.name: json.loads(f.read_text()) for f in (resources.files(__package__) / "avro").iterdir()
-             if f.name.endswith(".avsc")}  # fmt: skip
-    by_class: dict[type, _Kind] = {}
-    by_header: dict[bytes, tuple[Any, _Kind]] = {}
-    for cls in get_args(Event):
-        own = files[f"{cls.__name__}.avsc"]
-        header = schema_header(own)
-        kind = _Kind(cls, fastavro.parse_schema(own), to_parsing_canonical_form(own), header,
-                     *compile_record(cls, own, header), *_class_converters(cls))  # fmt: skip
-        by_class[cls] = kind
-        by_header[header] = (None, kind)
-        for name, old in files.items():
-            if name.startswith(f"{cls.__name__}.v"):
-                by_header[schema_header(old)] = (fastavro.parse_schema(old), kind)
-    return by_class, by_header
-
-
-def encode(event: Event) -> bytes:
-    """A record as bytes. Raises UnencodableRecord, naming the field, for a value that the schema doesn't hold."""
-    try:
-        return _registry()[0][type(event)].encode(event)
-    except Exception as error:  # whatever a wrong value leads the compiled code to
+    def encode(self, event: Any) -> bytes:
         cls = type(event)
-        if cls not in _registry()[0]:
-            raise UnencodableRecord(f"a {cls.__name__} is no record of ours") from error
-        said = wrong_field(event, cls) or f"{type(error).__name__}: {error}"
-        raise UnencodableRecord(f"a {cls.__name__} can't be written: {said}") from error
+        try:
+            return self.by_class[cls].encode(event)
+        except Exception as error:  # whatever a wrong value leads the compiled code to
+            if cls not in self.by_class:
+                raise UnencodableRecord(f"a {cls.__name__} is no record of ours") from error
+            said = wrong_field(event, cls) or f"{type(error).__name__}: {error}"
+            raise UnencodableRecord(f"a {cls.__name__} can't be written: {said}") from error
 
+    def decode(self, value: bytes | None) -> Any:
+        if value is None or len(value) < HEADER or value[:2] != MARKER:
+            raise UndecodableRecord("not a single-object Avro record")
+        found = self.by_header.get(value[:HEADER])
+        if found is None:
+            raise UnknownSchema(value[2:HEADER])
+        writer, kind = found
+        try:
+            event, end = kind.decode(value, HEADER) if writer is None else _resolved(value, writer, kind)
+        except Exception as error:  # whatever damaged bytes lead a parser to: IndexError, UnicodeError, EOFError, ...
+            said = f"{type(error).__name__}: {error}"
+            raise UndecodableRecord(f"a damaged {kind.cls.__name__} record ({said})") from error
+        if end < len(value):
+            raise UndecodableRecord(f"a {kind.cls.__name__} record with {len(value) - end} bytes too many")
+        if end > len(value):
+            raise UndecodableRecord(f"a damaged {kind.cls.__name__} record ({end - len(value)} bytes are missing)")
+        return event
 
-def decode(value: bytes | None) -> Event:
-    """A record from bytes. Raises UndecodableRecord, whatever the bytes are; UnknownSchema where only the schema is
-    missing."""
-    if value is None or len(value) < HEADER or value[:2] != MARKER:
-        raise UndecodableRecord("not a single-object Avro record")
-    found = _registry()[1].get(value[:HEADER])
-    if found is None:
-        raise UnknownSchema(value[2:HEADER])
-    writer, kind = found
-    try:
-        event, end = kind.decode(value, HEADER) if writer is None else _resolved(value, writer, kind)
-    except Exception as error:  # whatever damaged bytes lead a parser to: IndexError, UnicodeError, EOFError, ...
-        raise UndecodableRecord(f"a damaged {kind.cls.__name__} record ({type(error).__name__}: {error})") from error
-    if end < len(value):
-        raise UndecodableRecord(f"a {kind.cls.__name__} record with {len(value) - end} bytes too many")
-    if end > len(value):
-        raise UndecodableRecord(f"a damaged {kind.cls.__name__} record ({end - len(value)} bytes are missing)")
-    return typing.cast(Event, event)
+    def learn(self, schema: str) -> bool:
+        try:
+            parsed = json.loads(schema)
+            name, header = parsed["name"].rpartition(".")[2], schema_header(parsed)
+            parsed = fastavro.parse_schema(parsed)
+        except Exception as error:
+            raise InvalidRecord(f"not the Avro schema of a record: {error}") from error
+        kind = next((kind for cls, kind in self.by_class.items() if cls.__name__ == name), None)
+        if kind is None:
+            return False
+        self.by_header.setdefault(header, (parsed, kind))
+        return True
 
 
 def _resolved(value: bytes, writer: Any, kind: _Kind) -> tuple[Any, int]:
@@ -156,48 +165,55 @@ def _resolved(value: bytes, writer: Any, kind: _Kind) -> tuple[Any, int]:
     return kind.load(fastavro.schemaless_reader(body, writer, kind.schema)), body.tell()
 
 
+@cache
+def _registry() -> Registry:
+    folder = resources.files(__package__) / "avro"
+    return Registry(get_args(Event), {file.name: json.loads(file.read_text()) for file in folder.iterdir()
+                                      if file.name.endswith(".avsc")})  # fmt: skip
+
+
+def encode(event: Event) -> bytes:
+    """A record as bytes. Raises UnencodableRecord, naming the field, for a value that the schema doesn't hold."""
+    return _registry().encode(event)
+
+
+def decode(value: bytes | None) -> Event:
+    """A record from bytes. Raises UndecodableRecord, whatever the bytes are; UnknownSchema where only the schema is
+    missing."""
+    return typing.cast(Event, _registry().decode(value))
+
+
 def learn(schema: str) -> bool:
     """Read records of this writer's schema (JSON) from now on. False where it is of a kind that this version of
     Headrace doesn't have. Raises InvalidRecord where it is no schema of a record."""
-    try:
-        parsed = json.loads(schema)
-        name, header = parsed["name"].rpartition(".")[2], schema_header(parsed)
-        parsed = fastavro.parse_schema(parsed)
-    except Exception as error:
-        raise InvalidRecord(f"not the Avro schema of a record: {error}") from error
-    by_class, by_header = _registry()
-    kind = next((kind for cls, kind in by_class.items() if cls.__name__ == name), None)
-    if kind is None:
-        return False
-    by_header.setdefault(header, (parsed, kind))
-    return True
+    return _registry().learn(schema)
 
 
 def knows(fingerprint: bytes) -> bool:
     """Whether records with these eight bytes after the marker can be decoded."""
-    return MARKER + fingerprint in _registry()[1]
+    return MARKER + fingerprint in _registry().by_header
 
 
 def own_schemas() -> Iterator[tuple[str, bytes, str]]:
     """(name, fingerprint, schema in parsing canonical form) of everything that this version writes."""
-    return ((cls.__name__, kind.header[2:], kind.canonical) for cls, kind in _registry()[0].items())
+    return ((cls.__name__, kind.header[2:], kind.canonical) for cls, kind in _registry().by_class.items())
 
 
 def kind_of(value: bytes | None) -> type | None:
     """The record's class by its header alone, or None."""
-    found = None if value is None else _registry()[1].get(value[:HEADER])
+    found = None if value is None else _registry().by_header.get(value[:HEADER])
     return found[1].cls if found else None
 
 
 def to_plain(event: Event) -> dict[str, Any]:
     """The record as nested dicts and lists (bytes stay bytes): what `cat` and tables are made of."""
-    return typing.cast(dict[str, Any], _registry()[0][type(event)].dump(event))
+    return typing.cast(dict[str, Any], _registry().by_class[type(event)].dump(event))
 
 
 def schema_of(cls: type) -> Any:
     """The Avro schema that records of `cls` are written with."""
-    return _registry()[0][cls].schema
+    return _registry().by_class[cls].schema
 
 
-__all__ = ["HEADER", "MARKER", "decode", "encode", "events", "kind_of", "knows", "learn", "own_schemas",
-           "schema_header", "schema_of", "to_plain"]  # fmt: skip
+__all__ = ["HEADER", "MARKER", "decode", "encode", "events", "fingerprint_of", "kind_of", "knows", "learn",
+           "own_schemas", "schema_header", "schema_of", "to_plain"]  # fmt: skip

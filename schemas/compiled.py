@@ -1,4 +1,4 @@
-"""How a record's class and its Avro schema become two plain functions, compiled once: bytes of an object, object of bytes.
+"""How a record's class and its Avro schema become two plain functions, compiled once: to bytes and back.
 
 What a library does field by field through dicts is here straight-line code without dicts, lookups or copies, which is
 several times faster; the bytes are exactly Avro's binary encoding (a test compares them with fastavro's). Only what our
@@ -145,7 +145,7 @@ class _Source:
         if isinstance(kind, list):
             assert kind[0] == "null" and len(kind) == 2
             self._write_optional(body, kind[1], _some(hint), v)
-        elif kind in _PLAIN:
+        elif isinstance(kind, str) and kind in _PLAIN:
             body.put(*self._pieces(body, kind, hint, v))
         elif isinstance(kind, dict) and kind["type"] in ("array", "map"):
             length = self._local()
@@ -176,7 +176,15 @@ class _Source:
             body.add(f"{write}({v}, out)")
 
     def _write_optional(self, body: _Body, kind: Any, hint: Any, v: str) -> None:
-        assert kind in _PLAIN, "a union here is null or one of the plain types"
+        if not isinstance(kind, str) or kind not in _PLAIN:
+            body.flush()
+            body.add(f"if {v} is None: out.append(b'\\0')", "else:")
+            body.deeper()
+            body.put("b'\\2'")
+            self._write(body, kind, hint, v)
+            body.flush()
+            body.higher()
+            return
         head, tail = self._local(), self._local()
         body.add(f"if {v} is None:")
         body.add(f"    {head} = b'\\0'; {tail} = b''")
@@ -221,7 +229,7 @@ class _Source:
             body.add("n = b[p]; p += 1", "if n > 1: bad('a boolean is 0 or 1')", f"{v} = n == 1")
         elif kind == "double":
             body.add(f"{v} = unpack(b, p)[0]; p += 8")
-        elif kind in _PLAIN:
+        elif isinstance(kind, str) and kind in _PLAIN:
             body.add(*_NEXT_LONG)
             if kind == "long":
                 body.add(f"{v} = (n >> 1) ^ -(n & 1)")
@@ -237,8 +245,9 @@ class _Source:
             body.add(*_NEXT_LONG, "if n == 0: break")
             body.add(f"{count} = (n + 1) >> 1")  # a negative count is followed by the block's size
             body.add("if n & 1:", *(f"    {line}" for line in _NEXT_LONG))
-            body.add(f"for _ in range({count}):")
+            body.add(f"while {count}:")
             body.deeper()
+            body.add(f"{count} -= 1")
             if array:
                 self._read(body, kind["items"], get_args(hint)[0], item)
                 body.add(f"{v}.append({item})")

@@ -23,6 +23,10 @@ class RunConflict(HeadraceError):
     """The run exists with other settings; the message prints the difference."""
 
 
+class NotAnnounced(HeadraceError):
+    """This version writes records in forms that the run doesn't know yet: announce them first."""
+
+
 class RecordError(HeadraceError):
     """A record can't be used. `where` is its address, once a reader knows it."""
 
@@ -42,7 +46,8 @@ class UnknownSchema(UndecodableRecord):
 
     def __init__(self, fingerprint: bytes):
         self.fingerprint = fingerprint  # the eight bytes after the marker
-        super().__init__(f"unknown schema fingerprint {fingerprint.hex()}: not announced in `policy` either?")
+        super().__init__(f"unknown schema fingerprint {fingerprint.hex()}; was it written by a newer version of "
+                         "Headrace that didn't announce it in `policy`?")  # fmt: skip
 
 
 class UnencodableRecord(RecordError):

@@ -18,11 +18,11 @@ from .errors import InvalidRecord
 from .outcomes import Source
 
 _SOURCES = frozenset(Source)
+# First bytes (sign and most of the exponent) of floats that are negative and finite, or at least 0 and below 2**-11.
+_PLAINLY_LOGPROBS = bytes([*range(0x80, 0xFF), *range(0x3A)])
 
 FINITE = "finite"
 Finite = Annotated[float, FINITE]  # neither nan nor infinite: the codec refuses to write such a one
-
-_PLAINLY_FINE = bytes([*range(0x3A), *range(0x80, 0xFF)])
 
 # ---------------------------------------------------------------------------------------------- parts of records
 
@@ -262,8 +262,8 @@ class Span:
             return
         if self.logprobs is None or len(self.logprobs) != 4 * self.count:
             raise InvalidRecord("model tokens without a behaviour logprob each are refused")
-        # The top plane is each value's sign and seven bits of its exponent: these bytes are finite and below 2^-11.
-        if self.logprobs[3 * self.count :].translate(None, _PLAINLY_FINE):
+        # The last quarter of the column holds these bytes: where all are plain, no value needs to be looked at.
+        if self.logprobs[3 * self.count :].translate(None, _PLAINLY_LOGPROBS):
             values = unpack_float32(self.logprobs)
             low, high = float(values.min()), float(values.max())  # both are nan if any is
             if not (math.isfinite(low) and math.isfinite(high)):
@@ -506,6 +506,21 @@ class RunCreated(Authored):
 
 
 @dataclass(frozen=True, slots=True)
+class SchemaAdded(Authored):
+    """From here on records `name` may be written with `schema`: in Avro's parsing canonical form, so that `fingerprint`
+    is the CRC-64-AVRO (little-endian) of its very bytes. Written when a run is created, and again before newer writers
+    start. `last` is the number of the last record of the announcement that this one belongs to.
+
+    The schema of this record never changes: a reader learns all others from it.
+    """
+
+    name: str
+    fingerprint: bytes
+    schema: str
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
 class SettingsChanged(Authored):
     changes: str  # JSON object of dotted keys
     changed_ms: int
@@ -663,9 +678,9 @@ class DeadLetter:
 
 Event = (
     Lease | LeaseEnded | EpisodeStarted | Span | EpisodeEnded | Exhausted | Tick | SampleChunk | GroupPayload
-    | AttemptEnded | GroupClosed | Addendum | Position | Manifest | Disposed | RunCreated | SettingsChanged
-    | Version | Publication | WeightChunk | Heartbeat | HandBack | LeaseRequest | PublicationClock | FleetTick
-    | Score | DeadLetter
+    | AttemptEnded | GroupClosed | Addendum | Position | Manifest | Disposed | RunCreated | SchemaAdded
+    | SettingsChanged | Version | Publication | WeightChunk | Heartbeat | HandBack | LeaseRequest | PublicationClock
+    | FleetTick | Score | DeadLetter
 )  # fmt: skip
 
 
@@ -678,7 +693,7 @@ class Kinds:
         "samples": (SampleChunk,),
         "groups": (AttemptEnded, GroupClosed, Addendum, Position),
         "batches": (Manifest, Disposed),
-        "policy": (RunCreated, SettingsChanged, Version, Publication),
+        "policy": (RunCreated, SchemaAdded, SettingsChanged, Version, Publication),
         "weights": (WeightChunk,),
         "fleet": (Heartbeat, HandBack, LeaseRequest, PublicationClock, FleetTick),
         "evals": (Score,),

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from xxhash import xxh3_64_intdigest
 
-from headrace.schemas.codec import decode
+from headrace.schemas import codec
 from headrace.schemas.errors import InvalidRecord, RecordError
 from headrace.schemas.events import (
     Addendum,
@@ -107,7 +108,7 @@ class Closed:
 Effect = AttemptEnded | Closed | Addendum | Refused
 
 
-def read_event(value: bytes | None) -> Event | RecordError:
+def read_event(value: bytes | None, decode: Callable[[bytes | None], Event] = codec.decode) -> Event | RecordError:
     """A record of `trajectories`, or what is wrong with it."""
     try:
         event = decode(value)

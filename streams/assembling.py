@@ -29,6 +29,7 @@ from headrace.schemas.topics import DEADLETTER, GROUPS, SAMPLES, TRAJECTORIES, R
 from .assembler import Closed, Fold, Refused, read_event
 from .clock import TICK_AFTER_S
 from .kept import Budget, KeptSpans
+from .log.policy import Schemas
 from .log.reader import Reader, Record, beginning_offsets, read_backwards
 from .log.transactions import Output, Send, Transactor
 from .progress import Progress
@@ -122,6 +123,7 @@ class _Partition:
                  again: Reader) -> None:  # fmt: skip
         self.number = number
         self._kafka, self._topics = kafka, topics
+        self._decode = Schemas(kafka, topics).decode  # a newer writer's events are refused by no pass, or by all
         # First the id, which ends a predecessor's open transaction; only then is the end of `groups` final.
         self._transactor = Transactor({**COMPRESSION, **kafka}, topics.transactional_id("assembler", number))
         self.progress = self._recover()
@@ -133,7 +135,10 @@ class _Partition:
             )
         self.fold = Fold(self.progress.clock)
         self.heard = time.monotonic()
-        self._spans = KeptSpans(budget, lambda offsets: again.read_at(name, number, offsets))
+        self._spans = KeptSpans(budget, lambda offsets: {
+            offset: read_event(record.value, self._decode)
+            for offset, record in again.read_at(name, number, offsets).items()
+        })  # fmt: skip
         self._samples: dict[str, _Sample] = {}
         self._refused: dict[int, Record] = {}
 
@@ -142,7 +147,7 @@ class _Partition:
         return Progress.recover(r.value or b"" for r in read_backwards(self._kafka, groups, self.number))
 
     def take(self, record: Record) -> None:
-        event = read_event(record.value)
+        event = read_event(record.value, self._decode)
         effects = self.fold.apply(record, event)
         due = self.progress.take(record, effects)
         if isinstance(event, Span) and not any(isinstance(effect, Addendum) for effect in effects):

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from headrace.schemas.codec import decode, encode
+from headrace.schemas.codec import encode
 from headrace.schemas.errors import UndecodableRecord
 from headrace.schemas.events import Event, FleetTick, Lease, LeaseEnded, LeaseRequest, Manifest
 from headrace.schemas.outcomes import REASON_WORKER_LOST
@@ -23,6 +23,7 @@ from headrace.schemas.topics import BATCHES, FLEET, GROUPS, POLICY, TASKS, TRAJE
 
 from .clock import TICK_AFTER_S
 from .coordinator import Coordinator, Decision
+from .log.policy import Schemas
 from .log.reader import Reader, Record, beginning_offsets, end_offsets, read_backwards, read_range
 from .log.transactions import Output, Transactor
 from .tasks import TaskSource
@@ -45,7 +46,8 @@ def run_coordinator(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSe
         transactor = Transactor(kafka, topics.transactional_id("coordinator"))
         stack.callback(transactor.close)
         coordinator = Coordinator(settings, source)
-        positions = _restore(kafka, topics, coordinator)
+        schemas = Schemas(kafka, topics)
+        positions = _restore(kafka, topics, coordinator, schemas)
         fleet = topics.name(FLEET)
         ticker = Ticker(kafka, fleet, FleetTick)
         stack.callback(ticker.close)
@@ -57,7 +59,7 @@ def run_coordinator(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSe
             for record in reader.poll(POLL_RECORDS, WAIT_S):
                 if record.topic == fleet:
                     heard = time.monotonic()
-                _observe(coordinator, topics, record)
+                _observe(coordinator, topics, record, schemas)
             if time.monotonic() - heard >= TICK_AFTER_S:
                 ticker.tick(0)
                 heard = time.monotonic()
@@ -70,7 +72,8 @@ def run_coordinator(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSe
                 return
 
 
-def _restore(kafka: Mapping[str, Any], topics: RunTopics, coordinator: Coordinator) -> dict[tuple[str, int], int]:
+def _restore(kafka: Mapping[str, Any], topics: RunTopics, coordinator: Coordinator,
+             schemas: Schemas) -> dict[tuple[str, int], int]:  # fmt: skip
     """Bring the coordinator to where the log stands. The positions from which it goes on."""
     positions: dict[tuple[str, int], int] = {}
 
@@ -84,7 +87,7 @@ def _restore(kafka: Mapping[str, Any], topics: RunTopics, coordinator: Coordinat
         # Closures of different partitions in the order in which they were written, as nearly as clocks allow.
         merged = heapq.merge(*whole(topic), key=lambda r: (r.timestamp_ms, r.partition, r.offset))
         for record in merged:
-            _observe(coordinator, topics, record)
+            _observe(coordinator, topics, record, schemas)
     fleet = topics.name(FLEET)
     end = end_offsets(kafka, fleet)[0]
     since = time.time() * 1000 - REQUEST_AGE_MS
@@ -94,23 +97,23 @@ def _restore(kafka: Mapping[str, Any], topics: RunTopics, coordinator: Coordinat
             break
         recent.append(record)
     for record in reversed(recent):
-        event = _decoded(record)
+        event = _decoded(record, schemas)
         if isinstance(event, LeaseRequest):
             coordinator.observe("", record, event)  # the request alone: its time is past
     own = {topics.name(TASKS), topics.name(BATCHES)}
     return {place: at for place, at in positions.items() if place[0] not in own} | {(fleet, 0): end}
 
 
-def _observe(coordinator: Coordinator, topics: RunTopics, record: Record) -> None:
-    event = _decoded(record)
+def _observe(coordinator: Coordinator, topics: RunTopics, record: Record, schemas: Schemas) -> None:
+    event = _decoded(record, schemas)
     if event is not None:
         coordinator.observe(topics.short(record.topic), record, event)
 
 
-def _decoded(record: Record) -> Event | None:
+def _decoded(record: Record, schemas: Schemas) -> Event | None:
     """None where it can't be read: the ledger names such records; here they decide nothing."""
     try:
-        return decode(record.value)
+        return schemas.decode(record.value)
     except UndecodableRecord as error:
         log.error("%s[%d]@%d is ignored: %s", record.topic, record.partition, record.offset, error)
         return None

@@ -10,15 +10,15 @@ from array import array
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from headrace.schemas.errors import InvalidRecord
-from headrace.schemas.events import GroupPayload, PayloadEpisode, PayloadSpan, Span
+from headrace.schemas.errors import InvalidRecord, RecordError
+from headrace.schemas.events import Event, GroupPayload, PayloadEpisode, PayloadSpan, Span
 from headrace.schemas.payload import payload_span
 
-from .assembler import RecordLike, read_event
+from .assembler import RecordLike
 
 SPAN_OVERHEAD = 400  # bytes that a span takes in memory beside its record's value
 
-ReadAgain = Callable[[Collection[int]], Mapping[int, RecordLike]]
+ReadAgain = Callable[[Collection[int]], Mapping[int, Event | RecordError]]
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class _Held:
 
 
 class KeptSpans:
-    """One partition's. `read_again` fetches records of that partition by offset; it raises DataLossError."""
+    """One partition's. `read_again` reads events of that partition by offset; it raises DataLossError."""
 
     def __init__(self, budget: Budget, read_again: ReadAgain) -> None:
         self._budget, self._read_again = budget, read_again
@@ -60,7 +60,7 @@ class KeptSpans:
         spans = held.spans
         if held.beyond:
             wanted = {offset for episode in plan.episodes for offset in episode.offsets}.intersection(held.beyond)
-            spans = spans | {offset: self._again(record) for offset, record in self._read_again(wanted).items()}
+            spans = spans | {offset: _again(offset, event) for offset, event in self._read_again(wanted).items()}
 
         def filled(episode: PayloadEpisode) -> PayloadEpisode:
             return replace(episode, spans=tuple([spans[offset] for offset in episode.offsets if offset in spans]))
@@ -73,9 +73,8 @@ class KeptSpans:
         if held is not None:
             self._budget.room += held.size
 
-    @staticmethod
-    def _again(record: RecordLike) -> PayloadSpan:
-        event = read_event(record.value)
-        if not isinstance(event, Span):
-            raise event if isinstance(event, Exception) else InvalidRecord(f"no span at offset {record.offset}")
+
+def _again(offset: int, event: Event | RecordError) -> PayloadSpan:
+    if isinstance(event, Span):
         return payload_span(event)
+    raise event if isinstance(event, RecordError) else InvalidRecord(f"no span at offset {offset}")

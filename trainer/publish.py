@@ -26,8 +26,8 @@ from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import POLICY, WEIGHTS, RunTopics
 from headrace.streams.coordinator import changed
 from headrace.streams.log import clients
-from headrace.streams.log.policy import Opened
-from headrace.streams.log.reader import Reader, beginning_offsets, end_offsets
+from headrace.streams.log.policy import Opened, settled_end
+from headrace.streams.log.reader import Reader, beginning_offsets
 from headrace.streams.log.transactions import Output, Transactor
 
 log = logging.getLogger("headrace.trainer")
@@ -61,7 +61,7 @@ def read_policy(kafka: Mapping[str, Any], topics: RunTopics, opened: Opened) -> 
     name = topics.name(POLICY)
     head = PolicyHead({opened.offset: opened.settings}, Chain(0, digest(opened.value)))
     with Reader(kafka) as reader:
-        for record in reader.read(name, 0, beginning_offsets(kafka, name)[0], end_offsets(kafka, name)[0]):
+        for record in reader.read(name, 0, beginning_offsets(kafka, name)[0], settled_end(kafka, topics)):
             where = (name, 0, record.offset)
             try:
                 event = decode(record.value)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from headrace.schemas.codec import decode, encode
 from headrace.schemas.columns import pack_float32
+from headrace.schemas.errors import RecordError
 from headrace.schemas.events import (
     Addendum,
     AttemptEnded,
@@ -221,9 +222,9 @@ class Assembler:
         by_offset = {record.offset: record for record in records}
         self.again: list[int] = []
 
-        def read_again(offsets: Collection[int]) -> dict[int, Record]:
+        def read_again(offsets: Collection[int]) -> dict[int, Event | RecordError]:
             self.again += offsets
-            return {offset: by_offset[offset] for offset in offsets}
+            return {offset: read_event(by_offset[offset].value) for offset in offsets}
 
         self.budget = Budget(memory)
         self.spans = KeptSpans(self.budget, read_again)
