@@ -61,7 +61,6 @@ def run_assembler(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSett
     name = topics.name(TRAJECTORIES)
     owned = list(range(settings.log.partitions) if partitions is None else partitions)
     with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(min(len(owned), COMMITS_AT_ONCE), "commit"))
         begin = beginning_offsets(kafka, name)
         budget = Budget(memory_bytes)
         again = stack.enter_context(Reader(kafka))
@@ -75,6 +74,7 @@ def run_assembler(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSett
             trimmer = Trimmer(kafka, name, settings.log.keep_trajectories_s)
             stack.callback(trimmer.close)
         reader = stack.enter_context(Reader(kafka, {(name, p): part.progress.read_from for p, part in parts.items()}))
+        pool = stack.enter_context(ThreadPoolExecutor(min(len(owned), COMMITS_AT_ONCE), "commit"))
         log.info("assembling %s of %s", ", ".join(map(str, owned)), name)
         next_commit = 0.0
         while not stop.is_set():
