@@ -43,7 +43,14 @@ def trainer(path: str, size: str, batch: str, *_: str) -> None:
     from omegaconf import OmegaConf
 
     groups = int(size)
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    for last in (False, False, True):  # Ray waits 30 s for its own servers, which a busy machine needs longer for
+        try:
+            ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+            break
+        except Exception:
+            ray.shutdown()
+            if last:
+                raise
     conf = OmegaConf.create({"controller": {"sampler": tq.GRPOGroupNSampler(n_samples_per_prompt=8),
                                             "polling_mode": True}}, flags={"allow_objects": True})  # fmt: skip
     tq.init(conf)
