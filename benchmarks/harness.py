@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from headrace.broker import KAFKA_VERSION, Broker, start_broker
+from headrace.broker import KAFKA_VERSION, Broker, BrokerError, start_broker
 
 T = TypeVar("T")
 
@@ -402,7 +402,10 @@ def temporary_broker(config: Mapping[str, str | int] | None = None) -> Iterator[
     """A real broker for this benchmark alone; it dies with this process and its data are removed.
     `config`: broker properties over the defaults of the development broker."""
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as home:
-        broker = start_broker(Path(home) / "broker", owner=True, config=config)
+        try:
+            broker = start_broker(Path(home) / "broker", owner=True, config=config)
+        except BrokerError as error:
+            raise CannotMeasure(str(error)) from error
         try:
             yield broker
         finally:

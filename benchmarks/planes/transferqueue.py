@@ -74,7 +74,7 @@ def trainer(path: str, size: str, batch: str, *_: str) -> None:
             names = [f"g{int(one):08d}" for one in data["group"].flatten().tolist()[::8]]
             client.clear_samples(meta)
         except Exception as error:  # a storage unit is gone
-            print(f"failed {type(error).__name__}", flush=True)
+            print(f"failed: {type(error).__name__}: {error}", flush=True)
             time.sleep(1)
             continue
         got, heard = got + len(names), time.monotonic()
