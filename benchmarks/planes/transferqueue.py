@@ -87,8 +87,7 @@ def trainer(path: str, size: str, batch: str, *_: str) -> None:
 
 
 def _bytes(column: Any) -> int:
-    values = column.values() if column.is_nested else column
-    return int(values.numel() * values.element_size())
+    return sum(int(row.numel() * row.element_size()) for row in column.unbind())
 
 
 class Maker:
@@ -162,6 +161,8 @@ def run(work: Work, kill: bool) -> Ran:
             if not driver.alive() or time.monotonic() - began > 300:
                 raise CannotMeasure(f"the trainer gave {taken} batches:\n{driver.output()[-2000:]}")
             time.sleep(0.02)
+        if not taken:
+            raise CannotMeasure(next((line.strip() for line in lines if line.startswith("failed")), "no batch came"))
         after = _cpu(driver.pid)
         spent = {name: after[name] - before.get(name, 0.0) for name in after}
         ran.cpu_s = {name: spent[name] for name in PLANE.values() if name in spent}
