@@ -71,7 +71,7 @@ def trainer(path: str, size: str, batch: str, *_: str) -> None:
             moved = sum(_bytes(data[name]) for name in FIELDS)
             for name in ("responses", "logprobs"):
                 [row.numpy() for row in data[name].unbind()]
-            names = [f"g{int(one):08d}" for one in data["group"].flatten().tolist()[::8]]
+            names = [f"g{int(row.flatten()[0]):08d}" for row in data["group"].unbind()[::8]]
             client.clear_samples(meta)
         except Exception as error:  # a storage unit is gone
             print(f"failed: {type(error).__name__}: {error}", flush=True)
