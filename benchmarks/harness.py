@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from headrace.broker import KAFKA_VERSION, Broker, start_broker
+from headrace.broker import KAFKA_VERSION, Broker, BrokerError, start_broker
 
 T = TypeVar("T")
 
@@ -402,11 +402,22 @@ def temporary_broker(config: Mapping[str, str | int] | None = None) -> Iterator[
     """A real broker for this benchmark alone; it dies with this process and its data are removed.
     `config`: broker properties over the defaults of the development broker."""
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as home:
-        broker = start_broker(Path(home) / "broker", owner=True, config=config)
+        broker = _patiently(Path(home) / "broker", config)
         try:
             yield broker
         finally:
             broker.stop()
+
+
+def _patiently(home: Path, config: Mapping[str, str | int] | None) -> Broker:
+    """Starting has a time limit, which a machine busy with other work can miss once."""
+    for again in (True, True, False):
+        try:
+            return start_broker(home, owner=True, config=config)
+        except BrokerError as error:
+            if not again:
+                raise CannotMeasure(str(error)) from error
+    raise AssertionError("unreachable")
 
 
 def kafka_of(broker: Broker) -> dict[str, Any]:

@@ -43,7 +43,14 @@ def trainer(path: str, size: str, batch: str, *_: str) -> None:
     from omegaconf import OmegaConf
 
     groups = int(size)
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    for last in (False, False, True):  # Ray waits 30 s for its own servers, which a busy machine needs longer for
+        try:
+            ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+            break
+        except Exception:
+            ray.shutdown()
+            if last:
+                raise
     conf = OmegaConf.create({"controller": {"sampler": tq.GRPOGroupNSampler(n_samples_per_prompt=8),
                                             "polling_mode": True}}, flags={"allow_objects": True})  # fmt: skip
     tq.init(conf)
@@ -64,10 +71,10 @@ def trainer(path: str, size: str, batch: str, *_: str) -> None:
             moved = sum(_bytes(data[name]) for name in FIELDS)
             for name in ("responses", "logprobs"):
                 [row.numpy() for row in data[name].unbind()]
-            names = [f"g{int(one):08d}" for one in data["group"].flatten().tolist()[::8]]
+            names = [f"g{int(row.flatten()[0]):08d}" for row in data["group"].unbind()[::8]]
             client.clear_samples(meta)
         except Exception as error:  # a storage unit is gone
-            print(f"failed {type(error).__name__}", flush=True)
+            print(f"failed: {type(error).__name__}: {error}", flush=True)
             time.sleep(1)
             continue
         got, heard = got + len(names), time.monotonic()
@@ -80,8 +87,7 @@ def trainer(path: str, size: str, batch: str, *_: str) -> None:
 
 
 def _bytes(column: Any) -> int:
-    values = column.values() if column.is_nested else column
-    return int(values.numel() * values.element_size())
+    return sum(int(row.numel() * row.element_size()) for row in column.unbind())
 
 
 class Maker:
@@ -155,6 +161,8 @@ def run(work: Work, kill: bool) -> Ran:
             if not driver.alive() or time.monotonic() - began > 300:
                 raise CannotMeasure(f"the trainer gave {taken} batches:\n{driver.output()[-2000:]}")
             time.sleep(0.02)
+        if not taken:
+            raise CannotMeasure(next((line.strip() for line in lines if line.startswith("failed")), "no batch came"))
         after = _cpu(driver.pid)
         spent = {name: after[name] - before.get(name, 0.0) for name in after}
         ran.cpu_s = {name: spent[name] for name in PLANE.values() if name in spent}
