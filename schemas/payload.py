@@ -17,7 +17,7 @@ from .codec import decode, encode
 from .columns import Float32, Int32, unpack_float32, unpack_int32
 from .errors import InvalidRecord
 from .events import GroupPayload, PayloadEpisode, PayloadSpan, SampleChunk, Span
-from .hashes import digest
+from .hashes import hasher
 from .outcomes import Source
 
 CHUNK_BYTES = 900_000
@@ -69,30 +69,42 @@ def episode_columns(episode: PayloadEpisode) -> EpisodeColumns:
 def content_hash(payload: GroupPayload) -> bytes:
     """16 bytes (`hashes.CONTENT_ALGORITHM`) over what is trained, in slot order."""
     task = payload.task
-    parts = [repr((task.id, task.source, task.data, task.seed)).encode()]
+    whole = hasher()
+    whole.update(repr((task.id, task.source, task.data, task.seed)).encode())
+
+    def put(part: bytes) -> None:
+        whole.update(b"\0")
+        whole.update(part)
+
     for episode in sorted(payload.episodes, key=lambda e: e.slot):
         columns = episode_columns(episode)
         reward = float("nan") if episode.reward is None else episode.reward
-        parts.append(struct.pack("<qd?d", episode.slot, reward, episode.reward is None, episode.temperature))
-        parts.append(episode.outcome.encode())
+        put(struct.pack("<qd?d", episode.slot, reward, episode.reward is None, episode.temperature))
+        put(episode.outcome.encode())
         for column in (columns.tokens, columns.logprobs, columns.versions, columns.trainable.astype(np.uint8)):
-            parts.append(struct.pack("<q", column.size))
-            parts.append(np.ascontiguousarray(column).tobytes())
-    return digest(b"\0".join(parts))
+            put(struct.pack("<q", column.size))
+            put(np.ascontiguousarray(column).tobytes())
+    return whole.digest()
 
 
 def to_chunks(payload: GroupPayload, limit: int = CHUNK_BYTES) -> list[SampleChunk]:
     """The payload as records of at most `limit` bytes of data each."""
-    data = encode(payload)
-    pieces = [data[i : i + limit] for i in range(0, len(data), limit)]
-    return [SampleChunk(payload.group, i, len(pieces), piece) for i, piece in enumerate(pieces)]
+    return split(payload.group, encode(payload), limit)
+
+
+def split(group: str, data: bytes, limit: int = CHUNK_BYTES) -> list[SampleChunk]:
+    """As `to_chunks`, of a payload that is encoded already."""
+    count = max(1, -(-len(data) // limit))
+    return [SampleChunk(group, i, count, data[i * limit : (i + 1) * limit]) for i in range(count)]
 
 
 def from_chunks(chunks: Sequence[SampleChunk]) -> GroupPayload:
-    """Raises InvalidRecord where the chunks aren't exactly those of one payload, in order."""
+    """Raises InvalidRecord where the chunks aren't exactly those of one payload, in order, with their data."""
     if not chunks or [c.index for c in chunks] != list(range(chunks[0].of)) or len({c.group for c in chunks}) != 1:
         raise InvalidRecord("the chunks of a group's payload are incomplete, repeated or mixed")
-    payload = decode(b"".join(chunk.data for chunk in chunks))
+    if any(chunk.blob is not None for chunk in chunks):
+        raise InvalidRecord("the payload lies in a blob, which must be fetched first")
+    payload = decode(b"".join(chunk.data for chunk in chunks) if len(chunks) > 1 else chunks[0].data)
     if not isinstance(payload, GroupPayload):
         raise InvalidRecord("the chunks hold no group payload")
     return payload
