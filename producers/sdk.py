@@ -269,7 +269,7 @@ class Producer:
             self._stop.wait(HEARTBEAT_S)
 
     def flush(self, timeout_s: float = 30.0) -> int:
-        """Wait until everything is on the log; how many events are not."""
+        """Wait until every event that was cut is on the log; how many are not."""
         return self._drain(timeout_s).events
 
     def _drain(self, timeout_s: float) -> Unsent:

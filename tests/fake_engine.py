@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,16 +16,18 @@ ALPHABET = "aeioubcdfghklmnp"
 
 
 class FakeEngine:
-    """`lengths`: tokens of a completion by request id. Weights are one tensor of 64 float32."""
+    """`lengths`: tokens of a completion by request id; `after_s`: when they come. Weights are 64 float32."""
 
     capacity = 64
     eos_ids = frozenset({0})
 
-    def __init__(self, lengths: Callable[[str], int] = lambda request: 4) -> None:
+    def __init__(self, lengths: Callable[[str], int] = lambda request: 4,
+                 after_s: Callable[[str], float] = lambda request: 0.0) -> None:  # fmt: skip
         self.version = 0
         self.weights = {"w": np.zeros(64, np.uint32)}
-        self._lengths = lengths
+        self._lengths, self._after_s = lengths, after_s
         self._active: dict[str, GenerationRequest] = {}
+        self._due: dict[str, float] = {}
 
     @property
     def active(self) -> int:
@@ -32,14 +35,17 @@ class FakeEngine:
 
     def submit(self, request: GenerationRequest) -> None:
         self._active[request.request_id] = request
+        self._due[request.request_id] = time.monotonic() + self._after_s(request.request_id)
 
     def cancel(self, request_id: str) -> None:
         self._active.pop(request_id, None)
 
     def step(self) -> list[Progress]:
-        done, self._active = self._active, {}
         out = []
-        for name, request in done.items():
+        for name, request in list(self._active.items()):
+            if time.monotonic() < self._due[name]:
+                continue
+            del self._active[name]
             random, n = np.random.default_rng(request.sampling.seed), self._lengths(name)
             ids = random.integers(1, 50_000, n).astype(np.int32)
             out.append(Progress(name, ids, -random.random(n).astype(np.float32), self.version, "stop"))

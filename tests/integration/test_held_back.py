@@ -244,7 +244,7 @@ def test_event_that_the_broker_refuses_ends_its_episode_and_no_other(kafka: Kafk
             try:
                 with group.episode(slot) as episode:
                     episode.start(temperature=1.0, max_new_tokens=4, seed=slot)
-                    episode.prompt([1, 2])
+                    episode.environment([1, 2])  # leaves now; an open span would be refused in one batch with the next
                     assert producer.flush(WAIT_S) == 0
                     episode.model(random.integers(0, 50_000, 512), -random.random(512), version=0)
                     producer.flush(WAIT_S)
@@ -288,9 +288,9 @@ def test_worker_ends_an_attempt_whose_event_the_broker_refuses_and_runs_the_othe
     topics = RunTopics(run_name)
     run = scripted_settings(tasks={"source": "jsonl", "path": str(tasks), "score": "scorers:vowels"})
     create_run(kafka, topics, run)
-    long = "g/1/0"
-    worker = Worker(kafka, topics, run, FakeEngine(lambda name: 512 if name == long else 4), NoWeights(),  # type: ignore[arg-type]
-                    name="w", incarnation="w0", capacity=8)  # fmt: skip
+    long = "g/1/0"  # and later than the others, which would be refused with it in one batch
+    engine = FakeEngine(lambda name: 512 if name == long else 4, lambda name: 5.0 if name == long else 0.0)
+    worker = Worker(kafka, topics, run, engine, NoWeights(), name="w", incarnation="w0", capacity=8)  # type: ignore[arg-type]
     task = task_source(run.tasks).at(0)
     assert task is not None
     opening = lease("g", rules=spec(3, max_attempts=1), incarnation="w0", task=task)
