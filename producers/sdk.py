@@ -74,7 +74,6 @@ class Producer:
         self.worker = worker or f"sdk-{self.incarnation[:8]}"
         blobs = open_blobs(settings.log, topics.run)
         self._put_blob = None if blobs is None else blobs.put
-        self._outbox = Outbox(kafka, max_bytes)
         self._lock = threading.RLock()  # guards all of the following
         self._later: deque[tuple[str, str, Event]] = deque()  # what must leave as soon as it can, in order
         self._refusals = Refusals()
@@ -92,6 +91,8 @@ class Producer:
         else:
             self._requests = Requests(kafka, topics, self.worker, self.incarnation, ask=self._ask,
                                       later=self._to_fleet, ended=self._lease_ended)  # fmt: skip
+        self._outbox = Outbox(kafka, max_bytes)
+        if self._requests is not None:
             self._heart = threading.Thread(target=self._beat, daemon=True, name="headrace-heartbeat")
             self._heart.start()
 

@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.schemas.codec import decode
-from headrace.schemas.errors import EngineError, RecordTooLarge, UndecodableRecord
+from headrace.schemas.errors import BlobError, EngineError, RecordTooLarge, UndecodableRecord
 from headrace.schemas.events import Event, HandBack, Heartbeat, Lease, LeaseEnded
 from headrace.schemas.outcomes import (
+    REASON_BLOB_FAILED,
     REASON_HANDED_BACK,
     REASON_LENGTH,
     REASON_PROMPT_TOO_LONG,
@@ -245,6 +246,8 @@ class Worker:
             job.writer.end(outcome, reason, boundary, **facts)
         except RecordTooLarge as error:
             job.writer.end(Outcome.INFRA_FAILURE, REASON_RECORD_TOO_LARGE, Boundary.PRODUCER, text=str(error))
+        except BlobError as error:
+            job.writer.end(Outcome.INFRA_FAILURE, REASON_BLOB_FAILED, Boundary.PRODUCER, text=str(error))
 
     def _text(self, job: _Job) -> str:
         return self._engine.decode(job.tokens)

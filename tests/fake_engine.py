@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.producers.engines import GenerationRequest, Progress
-from headrace.schemas import delta
+from headrace.producers.engines import Changes, GenerationRequest, Progress
 
 ALPHABET = "aeioubcdfghklmnp"
 
@@ -51,7 +50,7 @@ class FakeEngine:
             out.append(Progress(name, ids, -random.random(n).astype(np.float32), self.version, "stop"))
         return out
 
-    def apply(self, version: int, changes: delta.Changes) -> None:
+    def apply(self, version: int, changes: Changes) -> None:
         for name, (places, values) in changes.items():
             self.weights[name].reshape(-1)[slice(None) if places is None else places] = values
         self.version = version

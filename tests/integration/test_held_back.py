@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    ResourceType,
+)
 
 from headrace.consumers import audit, open_run
 from headrace.create import create_run
@@ -177,6 +183,7 @@ def test_request_that_outlives_its_caller_is_asked_once_and_its_group_is_handed_
 CHILD = """
 import json, sys, time
 from headrace.producers import open_producer
+from headrace.schemas.errors import AttemptOver
 from headrace.schemas.events import Task
 kafka, run, unmanaged = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3] == "unmanaged"
 producer = open_producer(run, kafka, unmanaged=unmanaged)
@@ -188,8 +195,47 @@ with producer.group(Task("mine", "jsonl", "{}", 0) if unmanaged else None, 2) as
         episode._writer.flush()
         producer.flush()
         print(group.id, flush=True)
-        time.sleep(600)
+        sys.stdin.readline()
+        time.sleep(3)
+        try:
+            episode.model([5], [-0.1], version=0)
+            episode._writer.flush()
+        except AttemptOver as over:
+            print(over, flush=True)
+producer.close()
 """
+
+
+def child(kafka: Kafka, run: str, kind: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", CHILD, json.dumps(kafka), run, kind], text=True,
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+
+
+def test_producer_that_stood_still_past_its_lease_is_told_and_writes_nothing_more(
+    kafka: Kafka, run_name: str
+) -> None:
+    topics = RunTopics(run_name)
+    run = scripted_settings(rollout={"group_size": 2, "lease_timeout_s": 3, "deadline_s": 3600})
+    trainer = ScriptedRun(kafka, topics, run, capacity=0)
+    trainer.until(0)
+    zombie = child(kafka, run_name, "managed")
+    try:
+        with roles(kafka, topics, run):
+            assert zombie.stdout is not None
+            group = zombie.stdout.readline().strip()
+            zombie.send_signal(signal.SIGSTOP)
+            event = until(lambda: closed(kafka, topics).get(group))
+            zombie.send_signal(signal.SIGCONT)
+            out, said = zombie.communicate("\n", timeout=WAIT_S)
+    finally:
+        zombie.kill()
+        zombie.wait()
+        trainer.close()
+    assert [fate.reason for fate in event.slots] == ["worker_lost"] * 2
+    assert out == f"{group}/0 attempt 0: the coordinator took its lease back (worker_lost)\n", said
+    assert zombie.returncode == 0 and said == ""
+    ledger = audit(open_run(run_name, kafka).snapshot())
+    assert ledger.closes, ledger.failures
 
 
 @pytest.mark.parametrize(("kind", "reason"), [("managed", "worker_lost"), ("unmanaged", "deadline")])
@@ -202,15 +248,14 @@ def test_producer_killed_in_mid_episode_leaves_a_group_that_closes_once(
     trainer = ScriptedRun(kafka, topics, run, capacity=0)
     trainer.until(0)
     with roles(kafka, topics, run):
-        child = subprocess.Popen([sys.executable, "-c", CHILD, json.dumps(kafka), run_name, kind], text=True,
-                                 stdout=subprocess.PIPE)  # fmt: skip
+        victim = child(kafka, run_name, kind)
         try:
-            assert child.stdout is not None
-            group = child.stdout.readline().strip()
+            assert victim.stdout is not None
+            group = victim.stdout.readline().strip()
             assert group and group not in closed(kafka, topics)
         finally:
-            child.kill()
-            child.wait()
+            victim.kill()
+            victim.communicate()
         event = until(lambda: closed(kafka, topics).get(group))
     trainer.close()
     assert [(f.outcome, f.reason) for f in event.slots] == [("infra_failure", reason)] * 2
@@ -279,7 +324,14 @@ class NoWeights:
         pass
 
 
-def test_worker_ends_an_attempt_whose_event_the_broker_refuses_and_runs_the_others(
+class Talkative(FakeEngine):
+    """A completion of 7 tokens reads as more than a record holds."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "a" * 2_000_000 if len(ids) == 7 else super().decode(ids)
+
+
+def test_worker_ends_attempts_whose_events_are_refused_and_runs_the_others(
     kafka: Kafka, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "unit"))
@@ -289,7 +341,8 @@ def test_worker_ends_an_attempt_whose_event_the_broker_refuses_and_runs_the_othe
     run = scripted_settings(tasks={"source": "jsonl", "path": str(tasks), "score": "scorers:vowels"})
     create_run(kafka, topics, run)
     long = "g/1/0"  # and later than the others, which would be refused with it in one batch
-    engine = FakeEngine(lambda name: 512 if name == long else 4, lambda name: 5.0 if name == long else 0.0)
+    lengths = {long: 512, "g/2/0": 7}
+    engine = Talkative(lambda name: lengths.get(name, 4), lambda name: 5.0 if name == long else 0.0)
     worker = Worker(kafka, topics, run, engine, NoWeights(), name="w", incarnation="w0", capacity=8)  # type: ignore[arg-type]
     task = task_source(run.tasks).at(0)
     assert task is not None
@@ -309,4 +362,4 @@ def test_worker_ends_an_attempt_whose_event_the_broker_refuses_and_runs_the_othe
         ends = [e for e in everything(kafka, topics, TRAJECTORIES) if isinstance(e, EpisodeEnded)]
     assert not worker._jobs
     worker.close()
-    assert {e.slot: e.reason for e in ends} == {0: "stop", 1: "delivery_failed", 2: "stop"}
+    assert {e.slot: e.reason for e in ends} == {0: "stop", 1: "delivery_failed", 2: "record_too_large"}
