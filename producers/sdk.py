@@ -109,15 +109,16 @@ class Producer:
 
     @contextmanager
     def group(self, task: Task | str | None = None, size: int | None = None, *, purpose: Purpose = Purpose.TRAIN,
-              wait_s: float = 60.0) -> Iterator[Group]:  # fmt: skip
+              version: int | None = None, wait_s: float = 60.0) -> Iterator[Group]:  # fmt: skip
         """A group of `size` slots. Managed: `task` may name a task of the run's source. Unmanaged: `task` is needed.
+        `version` pins an evaluation: sample with exactly that one.
 
         Raises Backpressure where there is no room within `wait_s`: too many candidates wait for the trainer (managed),
         too many groups of this producer wait for the assembler (unmanaged), or the queue is full; ask again later.
         Raises NoProgress where nothing waits and the coordinator doesn't answer.
         """
         group = Group(self, self._open(task, size, wait_s) if self._unassembled is not None
-                      else self._request(task, size, purpose, wait_s))  # fmt: skip
+                      else self._request(task, size, purpose, version, wait_s))  # fmt: skip
         try:
             yield group
         finally:
@@ -143,9 +144,11 @@ class Producer:
             self._unassembled.opened(lease.group)
         return lease
 
-    def _request(self, task: Task | str | None, size: int | None, purpose: Purpose, wait_s: float) -> Lease:
+    def _request(self, task: Task | str | None, size: int | None, purpose: Purpose, version: int | None,
+                 wait_s: float) -> Lease:  # fmt: skip
         assert self._requests is not None
-        lease = self._requests.group((task.id if isinstance(task, Task) else task, size, purpose), wait_s)
+        named = task.id if isinstance(task, Task) else task
+        lease = self._requests.group((named, size, purpose, version), wait_s)
         if lease is not None:
             return lease
         said = f"the coordinator gave no group within {wait_s:g} s"

@@ -13,11 +13,6 @@ CONTENT_ALGORITHM = "blake2b-128"
 GENESIS = b"\0" * 16  # what the first record of a chain calls the one before it
 
 
-def hasher() -> hashlib.blake2b:
-    """BLAKE2b with 16 bytes of digest, to be fed in parts."""
-    return hashlib.blake2b(digest_size=16)
-
-
 def digest(data: bytes) -> bytes:
     """16 bytes of BLAKE2b."""
     return hashlib.blake2b(data, digest_size=16).digest()

@@ -17,7 +17,7 @@ from .codec import decode, encode
 from .columns import Float32, Int32, unpack_float32, unpack_int32
 from .errors import InvalidRecord
 from .events import GroupPayload, PayloadEpisode, PayloadSpan, SampleChunk, Span
-from .hashes import hasher
+from .hashes import digest
 from .outcomes import Source
 
 CHUNK_BYTES = 900_000
@@ -69,22 +69,16 @@ def episode_columns(episode: PayloadEpisode) -> EpisodeColumns:
 def content_hash(payload: GroupPayload) -> bytes:
     """16 bytes (`hashes.CONTENT_ALGORITHM`) over what is trained, in slot order."""
     task = payload.task
-    whole = hasher()
-    whole.update(repr((task.id, task.source, task.data, task.seed)).encode())
-
-    def put(part: bytes) -> None:
-        whole.update(b"\0")
-        whole.update(part)
-
+    parts = [repr((task.id, task.source, task.data, task.seed)).encode()]
     for episode in sorted(payload.episodes, key=lambda e: e.slot):
         columns = episode_columns(episode)
         reward = float("nan") if episode.reward is None else episode.reward
-        put(struct.pack("<qd?d", episode.slot, reward, episode.reward is None, episode.temperature))
-        put(episode.outcome.encode())
+        parts.append(struct.pack("<qd?d", episode.slot, reward, episode.reward is None, episode.temperature))
+        parts.append(episode.outcome.encode())
         for column in (columns.tokens, columns.logprobs, columns.versions, columns.trainable.astype(np.uint8)):
-            put(struct.pack("<q", column.size))
-            put(np.ascontiguousarray(column).tobytes())
-    return whole.digest()
+            parts.append(struct.pack("<q", column.size))
+            parts.append(np.ascontiguousarray(column).tobytes())
+    return digest(b"\0".join(parts))
 
 
 def to_chunks(payload: GroupPayload, limit: int = CHUNK_BYTES) -> list[SampleChunk]:
