@@ -32,6 +32,7 @@ from headrace.schemas.events import (
 from headrace.schemas.outcomes import Closure, Disposition, Source
 from headrace.schemas.payload import content_hash, from_chunks
 from headrace.schemas.topics import SAMPLES, WEIGHTS
+from headrace.streams.log.blobs import fetched
 
 from .announcements import check_announcements
 from .facts import Fact, Failures, address, check_chain, read_facts
@@ -82,7 +83,7 @@ def check_samples(source: LogSource, partition: int, closures: Iterable[Fact[Gro
 
 def _check_payload(chunks: list[SampleChunk], last: Fact[Any], closure: Fact[GroupClosed], failures: Failures) -> None:
     try:
-        payload = from_chunks(chunks)
+        payload = from_chunks(fetched(chunks))
         hashed = content_hash(payload)
     except (RecordError, ValueError) as error:
         failures.add(last, f"the payload of {closure} can't be read: {error}")

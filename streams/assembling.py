@@ -29,6 +29,7 @@ from headrace.schemas.topics import DEADLETTER, GROUPS, SAMPLES, TRAJECTORIES, R
 from .assembler import Closed, Fold, Refused, read_event
 from .clock import TICK_AFTER_S
 from .kept import Budget, KeptSpans
+from .log.blobs import Blobs, open_blobs
 from .log.policy import Schemas
 from .log.reader import Reader, Record, beginning_offsets, read_backwards
 from .log.transactions import Output, Send, Transactor
@@ -62,9 +63,9 @@ def run_assembler(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSett
     owned = list(range(settings.log.partitions) if partitions is None else partitions)
     with ExitStack() as stack:
         begin = beginning_offsets(kafka, name)
-        budget = Budget(memory_bytes)
+        budget, blobs = Budget(memory_bytes), open_blobs(settings.log, topics.run)
         again = stack.enter_context(Reader(kafka))
-        parts = {p: _Partition(kafka, topics, p, begin[p], budget, again) for p in owned}
+        parts = {p: _Partition(kafka, topics, p, begin[p], budget, again, blobs) for p in owned}
         for part in parts.values():
             stack.callback(part.close)
         ticker = Ticker(kafka, name, Tick)
@@ -120,9 +121,9 @@ class _Partition:
     """One partition's fold, and what it takes to write its effects."""
 
     def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, number: int, begin: int, budget: Budget,
-                 again: Reader) -> None:  # fmt: skip
+                 again: Reader, blobs: Blobs | None) -> None:  # fmt: skip
         self.number = number
-        self._kafka, self._topics = kafka, topics
+        self._kafka, self._topics, self._blobs = kafka, topics, blobs
         self._decode = Schemas(kafka, topics).decode  # a newer writer's events are refused by no pass, or by all
         # First the id, which ends a predecessor's open transaction; only then is the end of `groups` final.
         self._transactor = Transactor({**COMPRESSION, **kafka}, topics.transactional_id("assembler", number))
@@ -159,8 +160,11 @@ class _Partition:
                             effect.reason)  # fmt: skip
             elif isinstance(effect, Closed) and effect.payload is not None:
                 payload = self._spans.fill(effect.payload)
-                chunks = tuple([encode(chunk) for chunk in to_chunks(payload)])
-                self._samples[effect.record.group] = _Sample(content_hash(payload), chunks)
+                # A blob is written here, long before the transaction that names it.
+                chunks = to_chunks(payload) if self._blobs is None else self._blobs.pack(payload)
+                self._samples[effect.record.group] = _Sample(
+                    content_hash(payload), tuple([encode(chunk) for chunk in chunks])
+                )
         for effect in effects:
             if isinstance(effect, Closed):
                 self._spans.drop(effect.record.group)
