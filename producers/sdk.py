@@ -318,8 +318,8 @@ def open_producer(run: str, kafka: Mapping[str, Any], *, prefix: str = "headrace
                   worker: str | None = None, max_unassembled: int = MAX_UNASSEMBLED,
                   max_bytes: int = MAX_QUEUE_BYTES) -> Producer:  # fmt: skip
     """`max_bytes` of events may wait for the broker; `max_unassembled` groups of an unmanaged producer for the
-    assembler. Raises RunNotFound, BrokerUnreachable, NotAnnounced where an older Headrace created the run, SettingsError
-    where the run's blob store can't be opened here."""
+    assembler. Raises RunNotFound, BrokerUnreachable, NotAnnounced where an older Headrace created the run,
+    SettingsError where the run's blob store can't be opened here."""
     topics = RunTopics(run, prefix)
     settings = open_settings(kafka, topics).settings
     check_announced(kafka, topics)
