@@ -146,10 +146,12 @@ class Producer:
 
     @contextmanager
     def group(self, task: Task | str | None = None, size: int | None = None, *, purpose: Purpose = Purpose.TRAIN,
-              timeout_s: float = 60.0) -> Iterator[Group]:  # fmt: skip
+              version: int | None = None, timeout_s: float = 60.0) -> Iterator[Group]:  # fmt: skip
         """A group of `size` slots. Managed: `task` may name a task of the run's source; raises NoProgress where the
-        coordinator doesn't answer in time (it is full, or not running). Unmanaged: `task` is needed."""
-        yield Group(self, self._open(task, size) if self._unmanaged else self._request(task, size, purpose, timeout_s))
+        coordinator doesn't answer in time (it is full, or not running). Unmanaged: `task` is needed. `version` pins an
+        evaluation: sample with exactly that one."""
+        yield Group(self, self._open(task, size) if self._unmanaged
+                    else self._request(task, size, purpose, version, timeout_s))  # fmt: skip
 
     def _open(self, task: Task | str | None, size: int | None) -> Lease:
         if not isinstance(task, Task):
@@ -165,10 +167,11 @@ class Producer:
         self._send(lease.group, lease)
         return lease
 
-    def _request(self, task: Task | str | None, size: int | None, purpose: Purpose, timeout_s: float) -> Lease:
+    def _request(self, task: Task | str | None, size: int | None, purpose: Purpose, version: int | None,
+                 timeout_s: float) -> Lease:  # fmt: skip
         assert self._tasks is not None
         request = LeaseRequest(uuid.uuid4().hex, self.worker, self.incarnation,
-                               task.id if isinstance(task, Task) else task, size, purpose, None)  # fmt: skip
+                               task.id if isinstance(task, Task) else task, size, purpose, version)  # fmt: skip
         with self._lock:
             self._outbox.put(self._topics.name(FLEET), self.worker, request, wait_s=timeout_s)
         end = time.monotonic() + timeout_s

@@ -178,9 +178,9 @@ class Coordinator:
     def _lease_waiting(self, decision: Decision) -> None:
         for group in self.leasing.waiting():
             opening = group.opening
-            for worker, incarnation, slots in self.leasing.place(group.waiting):
+            for worker, incarnation, slots in self.leasing.place(group.waiting, group):
                 lease = replace(opening, number=self._leases, opens=False, worker=worker, incarnation=incarnation,
-                                min_version=self.published,
+                                min_version=self.published if opening.version is None else opening.version,
                                 assignments=self.leasing.next_attempts(group, slots))  # fmt: skip
                 decision.lease(lease)
                 self._leased(lease)
@@ -200,7 +200,7 @@ class Coordinator:
             lease = Lease(f"g{self._opened:08d}", self._leases, True, False, request.worker, request.incarnation,
                           request.purpose, self.published if request.version is None else request.version,
                           tuple(Assignment(slot, 0) for slot in range(spec.slots)), spec, task, cursor,
-                          request.request)  # fmt: skip
+                          request.request, request.version)  # fmt: skip
             decision.lease(lease)
             self._leased(lease)
 

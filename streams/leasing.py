@@ -6,7 +6,10 @@ means something only while that attempt is the slot's newest.
 - A group goes to one worker where one has room for all of its waiting slots (the one with most room), else to several.
 - A worker is lost when its heartbeats stop for the timeout on the clock of `fleet`, or when a new incarnation of it
   reports. Its slots wait for their next attempt; one without a next attempt is exhausted.
-- A lease handed back is no failure and uses no attempt up: the number goes on, the limit doesn't apply.
+- A task that kills every worker is bounded by its attempts, and must not take others with it: a group whose last
+  attempt follows one that was lost with its worker is a suspect. It runs on one worker, which runs no other suspect.
+- A lease handed back is no failure and uses no attempt up: the number goes on, the limit doesn't apply. One that names
+  a slot which isn't leased under its number (handed back twice, or after the worker was lost) changes nothing.
 - A group that a producer asked for is bound to it: nobody else runs its slots, so a lost or returned one is exhausted.
 """
 
@@ -37,6 +40,7 @@ class _Slot:
     incarnation: str = ""
     lease: int = -1  # its number
     state: _State = _State.WAITING
+    lost: int = 0  # attempts that ended with their worker
 
 
 @dataclass(slots=True)
@@ -51,6 +55,20 @@ class OpenGroup:
     @property
     def waiting(self) -> list[int]:
         return [number for number, slot in enumerate(self.slots) if slot.state is _State.WAITING]
+
+    @property
+    def suspect(self) -> bool:
+        last = self.opening.spec.max_attempts - 1
+
+        def tries_last(slot: _Slot) -> bool:
+            return slot.attempt + (slot.state is _State.WAITING) >= last
+
+        return any(s.lost and s.state is not _State.ENDED and tries_last(s) for s in self.slots)
+
+    @property
+    def lost(self) -> int:
+        """How often a slot's worker was lost at most."""
+        return max((slot.lost for slot in self.slots), default=0)
 
 
 @dataclass(slots=True)
@@ -94,7 +112,10 @@ class Leasing:
             self.groups[lease.group] = OpenGroup(lease, [_Slot() for _ in range(lease.spec.slots)])
         group = self.groups[lease.group]
         for one in lease.assignments:
-            group.slots[one.slot] = _Slot(one.attempt, lease.incarnation, lease.number, _State.LEASED)
+            before = group.slots[one.slot]
+            if before.state is _State.LEASED:  # at a start, word of that attempt's end is still to be read
+                self._release(lease.group, one.slot, before)
+            group.slots[one.slot] = _Slot(one.attempt, lease.incarnation, lease.number, _State.LEASED, before.lost)
             self._worker(lease.incarnation, lease.worker).held.add((lease.group, one.slot))
         self._sort(lease.group)
 
@@ -110,6 +131,7 @@ class Leasing:
             self._release(event.group, number, slot)
             slot.state = _State.WAITING
             returned, lost = event.reason == REASON_HANDED_BACK, event.reason == REASON_WORKER_LOST
+            slot.lost += lost
             last = slot.attempt + 1 >= group.opening.spec.max_attempts
             if (group.bound and (returned or lost)) or (lost and last):
                 slot.state = _State.ENDED
@@ -158,8 +180,10 @@ class Leasing:
         group, worker = self.groups.get(event.group), self._workers.get(event.incarnation)
         if worker is not None:
             worker.managed = False  # until its next heartbeat: else it would be given the same again
-        mine = [n for n in event.slots if group is not None and n < len(group.slots)
-                and group.slots[n].lease == event.number and group.slots[n].state is _State.LEASED]  # fmt: skip
+        told = {(one.number, n) for one in self._overdue for n in one.slots}
+        mine = [n for n in event.slots if group is not None and 0 <= n < len(group.slots)
+                and group.slots[n].lease == event.number and group.slots[n].incarnation == event.incarnation
+                and group.slots[n].state is _State.LEASED and (event.number, n) not in told]  # fmt: skip
         if mine:
             self._overdue.append(LeaseEnded(event.group, event.number, event.incarnation, tuple(mine),
                                             REASON_HANDED_BACK))  # fmt: skip
@@ -191,15 +215,27 @@ class Leasing:
     def next_attempts(self, group: OpenGroup, slots: Iterable[int]) -> tuple[Assignment, ...]:
         return tuple(Assignment(number, group.slots[number].attempt + 1) for number in slots)
 
-    def place(self, slots: list[int]) -> list[tuple[str, str, list[int]]]:
-        """(worker, incarnation, its share) for as many of the slots as there is room."""
-        pool = sorted(((w.free, i) for i, w in self._workers.items() if w.free > 0), key=lambda p: (-p[0], p[1]))
+    def place(self, slots: list[int], group: OpenGroup | None = None) -> list[tuple[str, str, list[int]]]:
+        """(worker, incarnation, its share) for as many of the slots as there is room; `group` where it is open."""
+        pool = [(worker.free, incarnation) for incarnation, worker in self._workers.items() if worker.free > 0]
+        if group is not None and group.suspect:
+            pool = self._quarantine(group, pool)
         out, rest = [], slots
-        for free, incarnation in pool:
+        for free, incarnation in sorted(pool, key=lambda p: (-p[0], p[1])):
             if rest:
                 out.append((self._workers[incarnation].name, incarnation, rest[:free]))
                 rest = rest[free:]
         return out
+
+    def _quarantine(self, group: OpenGroup, pool: list[tuple[int, str]]) -> list[tuple[int, str]]:
+        """The one worker that may run a suspect now, if any."""
+        own = {slot.incarnation for slot in group.slots if slot.state is _State.LEASED}
+        if own:
+            return [place for place in pool if place[1] in own][:1]
+        return sorted((p for p in pool if not self._runs_suspect(p[1])), key=lambda p: (-p[0], p[1]))[:1]
+
+    def _runs_suspect(self, incarnation: str) -> bool:
+        return any(self.groups[name].suspect for name in {name for name, _ in self._workers[incarnation].held})
 
     # ------------------------------------------------------------------------------------------------- bookkeeping
 

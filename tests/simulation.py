@@ -15,6 +15,7 @@ from headrace.schemas.events import (
     Event,
     Exhausted,
     FleetTick,
+    GroupPayload,
     Heartbeat,
     Lease,
     LeaseEnded,
@@ -40,6 +41,10 @@ class Sim:
         self.fold, self.chain, self.now, self.offset = Fold(), Chain(), 0, 0
         self.held: list[Held] = []  # leased, and neither ended nor taken back, in order
         self.version = -1
+        self.trajectories: dict[int, Event] = {}  # by offset
+        self.payloads: dict[str, GroupPayload] = {}  # of candidates, without their spans
+        self.delayed = False  # what the fold writes reaches the coordinator only by `deliver`
+        self._undelivered: list[tuple[Record, Event]] = []
 
     # ------------------------------------------------------------------------------------------- the streams
 
@@ -48,8 +53,17 @@ class Sim:
         record = Record(len(log) if log is not None else 0, self.now, encode(event))
         if log is not None:
             log.append((record, event))
-        if topic in ("policy", "groups", "fleet"):
+        if topic == "groups" and self.delayed:
+            self._undelivered.append((record, event))
+        elif topic in ("policy", "groups", "fleet"):
             self.coordinator.observe(topic, record, event)
+
+    def deliver(self, count: int | None = None) -> None:
+        """The next records of `groups` reach the coordinator."""
+        count = len(self._undelivered) if count is None else count
+        arrived, self._undelivered = self._undelivered[:count], self._undelivered[count:]
+        for record, event in arrived:
+            self.coordinator.observe("groups", record, event)
 
     def decide(self) -> Decision:
         decision = self.coordinator.decide(self.now)
@@ -70,15 +84,20 @@ class Sim:
         """Events into `trajectories`; what the fold makes of them goes into `groups` at once."""
         for event in events:
             self.offset += 1
+            self.trajectories[self.offset] = event
             for effect in self.fold.apply(Record(self.offset, self.now, encode(event))):
-                assert not isinstance(effect, Refused)
+                if isinstance(effect, Refused):
+                    continue
+                if isinstance(effect, Closed) and effect.payload is not None:
+                    self.payloads[effect.record.group] = effect.payload
                 record = replace(effect.record, content_hash=b"0" * 16) if isinstance(effect, Closed) else effect
                 self.observe("groups", replace(record, **self.chain.link()))
                 self.chain.extend(self.logs["groups"][-1][1])
 
     def restart(self) -> None:
-        """The coordinator dies and comes back; heartbeats have to be heard anew."""
-        self.coordinator = Coordinator(self.settings, self.source)
+        """The coordinator dies (what it decided last is lost where it wasn't written) and comes back; heartbeats have
+        to be heard anew."""
+        self.coordinator, self._undelivered = Coordinator(self.settings, self.source), []
         for topic in ("policy", "tasks", "batches", "groups"):
             for record, event in self.logs[topic]:
                 self.coordinator.observe(topic, record, event)
