@@ -76,11 +76,9 @@ class Batching:
         if version.rho_tokens > 0 and math.isfinite(version.rho):
             self._rho[version.version] = version.rho
 
-    def closed(self, candidate: Candidate, *, trains: bool) -> None:
-        """A closure; `trains`: its group was opened for training by the coordinator."""
+    def closed(self, candidate: Candidate) -> None:
+        """The closure of a group that the coordinator opened for training."""
         closure = candidate.closure
-        if not trains:
-            return
         if candidate.offset >= self._marks.get(candidate.partition, 0):
             self._closures += 1
             outcomes = [fate.outcome for fate in closure.slots if Outcome(fate.outcome).trainable]

@@ -19,11 +19,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from headrace.schemas.errors import InvalidRecord
 from headrace.schemas.events import Assignment, AttemptEnded, Exhausted, HandBack, Heartbeat, Lease, LeaseEnded
 from headrace.schemas.outcomes import REASON_HANDED_BACK, REASON_WORKER_LOST, Purpose
 
 from .assembler import ENDED_BY_FOLD
 from .clock import LogClock
+from .stalls import Held
 
 REASON_SLOT_ENDED = "slot_ended"
 
@@ -75,13 +77,15 @@ class OpenGroup:
 class _Worker:
     name: str
     seen_ms: int
+    heard: bool = False  # else known by its leases alone
     capacity: int = 0
     managed: bool = False  # only such ones are given leases unasked
+    refuses: bool = False  # has handed a lease back since its last heartbeat: it would be given the same again
     held: set[tuple[str, int]] = field(default_factory=set)  # (group, slot) that it runs
 
     @property
     def free(self) -> int:
-        return self.capacity - len(self.held) if self.managed else 0
+        return self.capacity - len(self.held) if self.managed and not self.refuses else 0
 
 
 class Leasing:
@@ -105,9 +109,34 @@ class Leasing:
         """Slots that could be leased unasked."""
         return sum(max(0, worker.free) for worker in self._workers.values())
 
+    def reporting(self) -> tuple[int, int]:
+        """Incarnations whose heartbeats are heard, and how many of them take leases unasked."""
+        heard = [w for w in self._workers.values() if w.heard and self.clock.now_ms - w.seen_ms <= self.timeout_ms]
+        return len(heard), sum(worker.managed for worker in heard)
+
+    def held(self) -> tuple[int, Held | None]:
+        """How many slots are leased, and the one whose lease is oldest."""
+        leased = [(slot.lease, number, group) for group in self.groups.values()
+                  for number, slot in enumerate(group.slots) if slot.state is _State.LEASED]  # fmt: skip
+        if not leased:
+            return 0, None
+        lease, number, group = min(leased, key=lambda one: one[:2])
+        slot, opening = group.slots[number], group.opening
+        worker = self._workers.get(slot.incarnation)
+        return len(leased), Held(opening.group, opening.task.id, number, slot.attempt, lease,
+                                 worker.name if worker else "a lost worker", slot.incarnation)  # fmt: skip
+
+    def owed(self) -> int:
+        """Open groups of which every slot has ended."""
+        return sum(all(s.state is _State.ENDED for s in group.slots) for group in self.groups.values())
+
     # ------------------------------------------------------------------------------------------------- facts
 
     def leased(self, lease: Lease) -> None:
+        if not lease.opens and lease.group not in self.groups:
+            raise InvalidRecord(f"lease {lease.number} names group {lease.group}, which was never opened")
+        if any(not 0 <= one.slot < lease.spec.slots for one in lease.assignments):
+            raise InvalidRecord(f"lease {lease.number} names a slot that group {lease.group} doesn't have")
         if lease.opens:
             self.groups[lease.group] = OpenGroup(lease, [_Slot() for _ in range(lease.spec.slots)])
         group = self.groups[lease.group]
@@ -125,6 +154,8 @@ class Leasing:
         exhausted = []
         for number in event.slots if group else ():
             assert group is not None
+            if not 0 <= number < len(group.slots):
+                continue
             slot = group.slots[number]
             if slot.state is not _State.LEASED or slot.lease != event.number:
                 continue
@@ -143,6 +174,8 @@ class Leasing:
         group = self.groups.get(event.group)
         if group is None:
             return
+        if not 0 <= event.slot < len(group.slots):
+            raise InvalidRecord(f"group {event.group} has no slot {event.slot}")
         slot = group.slots[event.slot]
         newest = slot.attempt == event.attempt
         if not (newest or event.ends_slot):
@@ -175,11 +208,12 @@ class Leasing:
                     self._lost.append(incarnation)
         worker = self._worker(beat.incarnation, beat.worker)
         worker.seen_ms, worker.capacity, worker.managed = self.clock.now_ms, beat.capacity, beat.managed
+        worker.heard, worker.refuses = True, False
 
     def handed_back(self, event: HandBack) -> None:
         group, worker = self.groups.get(event.group), self._workers.get(event.incarnation)
         if worker is not None:
-            worker.managed = False  # until its next heartbeat: else it would be given the same again
+            worker.refuses = True
         told = {(one.number, n) for one in self._overdue for n in one.slots}
         mine = [n for n in event.slots if group is not None and 0 <= n < len(group.slots)
                 and group.slots[n].lease == event.number and group.slots[n].incarnation == event.incarnation

@@ -27,6 +27,8 @@ from headrace.schemas.outcomes import Outcome
 from headrace.schemas.settings import RunSettings
 from headrace.streams.assembler import Closed, Fold, Refused
 from headrace.streams.coordinator import Coordinator, Decision
+from headrace.streams.intake import understand
+from headrace.streams.restoring import restore
 from headrace.streams.tasks import TaskSource, task_source
 from tests.scripted import Record, Script
 
@@ -50,7 +52,8 @@ class Sim:
 
     def observe(self, topic: str, event: Event) -> None:
         log = self.logs.get(topic)
-        record = Record(len(log) if log is not None else 0, self.now, encode(event))
+        group = getattr(event, "group", None)
+        record = Record(len(log) if log is not None else 0, self.now, encode(event), key=group and group.encode())
         if log is not None:
             log.append((record, event))
         if topic == "groups" and self.delayed:
@@ -98,9 +101,8 @@ class Sim:
         """The coordinator dies (what it decided last is lost where it wasn't written) and comes back; heartbeats have
         to be heard anew."""
         self.coordinator, self._undelivered = Coordinator(self.settings, self.source), []
-        for topic in ("policy", "tasks", "batches", "groups"):
-            for record, event in self.logs[topic]:
-                self.coordinator.observe(topic, record, event)
+        restore(self.coordinator, lambda topic: [record for record, _ in self.logs[topic]],
+                lambda topic, record: self.coordinator.observe(topic, record, understand(topic, record.value)))
 
     # ------------------------------------------------------------------------------------- workers and trainer
 

@@ -36,7 +36,7 @@ class Fleet(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.sim = Sim(run_settings(
-            tasks={"dataset": "chain_sum"}, rollout={"group_size": 2, "reserves": 1, "max_attempts": 3, "deadline_s": 90},
+            rollout={"group_size": 2, "reserves": 1, "max_attempts": 3, "deadline_s": 90},
             batch={"groups": 2, "max_lag": 1, "max_groups_per_batch": 10_000},
         ))  # fmt: skip
         self.sim.delayed = True
