@@ -147,8 +147,8 @@ class Lease:
     """One worker incarnation runs these slots of a group.
 
     Written to `tasks` and, in the same transaction, to the group's partition of `trajectories`, where the first one is
-    the group's opening record (`opens`). An unmanaged producer writes only the latter, by itself. With `version`, only a
-    worker that serves exactly that one may run it; any other hands it back.
+    the group's opening record (`opens`). An unmanaged producer writes only the latter, by itself. With `version`, only
+    a worker that serves exactly that one may run it; any other hands it back.
     """
 
     group: str

@@ -72,7 +72,8 @@ class RolloutSettings(Section):
     score_timeout_s: PositiveFloat = Field(30.0, description="a verifier that takes longer has failed (infrastructure)")
     lease_timeout_s: PositiveFloat = Field(15.0, description="a worker silent for so long has lost its slots")
     no_progress_s: PositiveFloat = Field(
-        600.0, description="a part that has work and from which nothing comes for so long ends the run with the reason; "
+        600.0,
+        description="a part that has work and from which nothing comes for so long ends the run, with the reason; "
         "choose it longer than the trainer's longest step and start, and than an episode's longest silence (an "
         "environment step); hours are fine",
     )

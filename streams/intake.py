@@ -1,8 +1,8 @@
 """Decides what the coordinator may believe of a record: decoded, at home in its topic, and possible.
 
 What isn't goes to `deadletter`, once. Of the topics that a start reads from the beginning, those letters are skipped
-that `deadletter` holds already; `fleet` is read from its end, so what was written there while nobody coordinated decides
-nothing and gets no letter.
+that `deadletter` holds already; `fleet` is read from its end, so what was written there while nobody coordinated
+decides nothing and gets no letter.
 """
 
 from __future__ import annotations

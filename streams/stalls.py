@@ -3,8 +3,8 @@
 A part is looked at only while it has work: the trainer while a version is due from it, the workers while slots are
 leased or wait to be, the assembler while it owes a closure. It moves when something of it arrives. What a hung part
 brings about by itself (a deadline that closes a group, a worker lost, a lease handed back) is no move, or a run could
-go round for ever. The clock is that of `fleet`, which the log moves: it stands still through an outage of the broker and
-through the coordinator's own absence, so neither can trip the bound.
+go round for ever. The clock is that of `fleet`, which the log moves: it stands still through an outage of the broker
+and through the coordinator's own absence, so neither can trip the bound.
 """
 
 from __future__ import annotations
