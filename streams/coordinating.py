@@ -72,6 +72,10 @@ def run_coordinator(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSe
         reader = stack.enter_context(Reader(kafka, positions))
         log.info("coordinating %s from batch %d, %d groups open", topics.run, coordinator.batching.batch,
                  len(coordinator.leasing.groups))  # fmt: skip
+        if settings.reuse.enabled:
+            log.warning("reuse.enabled: recorded successes are used again where a task fails; this biases the gradient")
+        if coordinator.settings.reuse.enabled:
+            log.warning("reuse.enabled: recorded successes are used again where a task fails; this biases the gradient")
         heard = ticked = looked = time.monotonic()
         while not stop.is_set():
             for record in reader.poll(POLL_RECORDS, WAIT_S):
@@ -198,8 +202,9 @@ def _outputs(topics: RunTopics, decision: Decision, refused: list[DeadLetter]) -
 def _tell(decision: Decision, coordinator: Coordinator) -> None:
     for record, _ in decision.batches:
         if isinstance(record, Manifest):
-            log.info("batch %d for version %d: %d groups, lag %d at most", record.batch, record.target,
-                     len(record.groups), max(ref.max_lag for ref in record.groups))  # fmt: skip
+            reused = f", {len(record.reused)} successes used again (biased)" if record.reused else ""
+            log.info("batch %d for version %d: %d groups, lag %d at most%s", record.batch, record.target,
+                     len(record.groups), max(ref.max_lag for ref in record.groups), reused)  # fmt: skip
         else:
             log.info("group %s is %s: %s", record.group, record.disposition, record.reason)
     for one in decision.tasks:

@@ -117,7 +117,7 @@ class Coordinator:
                 if self.leasing.closed(event.group) is None and managed:
                     self._closed.add(event.group)
                 if managed and event.purpose == Purpose.TRAIN:
-                    self.batching.closed(Candidate(record.partition, record.offset, event))
+                    self.batching.closed(Candidate(record.partition, record.offset, event), self.settings)
             case Position():
                 self.assembled[record.partition] = event.offset
             case Lease():
