@@ -170,7 +170,7 @@ class Batching:
             segment_count=ints(one.count for _, one in rows),
             segment_drift=pack_float32(np.array([one.staleness.drift for _, one in rows], np.float32)),
             segment_weight=pack_float32(np.array([one.staleness.weight for _, one in rows], np.float32)),
-            reused=self.reusing.choose(settings.reuse, self.batch) if settings.reuse.enabled else (),
+            reused=self.reusing.choose(settings.reuse, self.batch, {c.closure.group for c, _ in taken}),
         )  # fmt: skip
 
     def _give_up(self, settings: RunSettings) -> NoProgress:

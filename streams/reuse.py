@@ -10,6 +10,7 @@ a failed group may be helped by the next manifest and by no later one.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from headrace.schemas.events import GroupClosed, GroupRef, Manifest, Reuse
@@ -38,7 +39,7 @@ class _Success:
 class Reusing:
     _successes: dict[str, _Success] = field(default_factory=dict)  # by task
     _recent: dict[str, deque[tuple[int, int]]] = field(default_factory=dict)  # by task: (solved, judged) of closures
-    _failed: list[tuple[str, str]] = field(default_factory=list)  # (group, task), since the newest manifest
+    _failed: list[tuple[GroupClosed, _Success]] = field(default_factory=list)  # since the newest manifest
     _uses: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def manifested(self, manifest: Manifest) -> None:
@@ -60,19 +61,22 @@ class Reusing:
                     self._successes[closure.task] = _Success(closure, partition, offset, fate.slot, fate.model_tokens)
                     break
         elif closure.closure == Closure.ZERO_VARIANCE and not solved and fresh:
-            self._failed.append((closure.group, closure.task))
+            if success := self._successes.get(closure.task):  # of an earlier group
+                self._failed.append((closure, success))
 
-    def choose(self, settings: ReuseSettings, target: int) -> tuple[Reuse, ...]:
-        """For the manifest that is being written; it must be handed to `manifested` then."""
+    def choose(self, settings: ReuseSettings, target: int, own: Set[str]) -> tuple[Reuse, ...]:
+        """For the manifest that is being written, whose `own` groups train their successes themselves; it must be
+        handed to `manifested` then."""
         out: list[Reuse] = []
         uses = self._uses.copy()
-        for group, task in self._failed:
-            success = self._successes.get(task)
-            if len(out) == settings.max_per_batch or success is None or uses[success.name] >= settings.max_uses:
+        for failed, success in self._failed:
+            if len(out) == settings.max_per_batch:
+                break
+            if uses[success.name] >= settings.max_uses or success.closure.group in own:
                 continue
             uses[success.name] += 1
-            solved, judged = (sum(column) for column in zip(*self._recent[task], strict=True))
-            out.append(Reuse(group, _reference(success, target), success.slot,
+            solved, judged = (sum(column) for column in zip(*self._recent[failed.task], strict=True))
+            out.append(Reuse(failed.group, _reference(success, target), success.slot,
                              (1 - solved / max(1, judged)) * settings.coefficient, uses[success.name],
                              success.model_tokens))  # fmt: skip
         return tuple(out)
