@@ -125,10 +125,10 @@ class Sim:
         script.version = lease.min_version if version is None else version
         self.feed(*script.whole(reward, outcome))
 
-    def end_group(self, group: str, *, solved: bool | None = None) -> None:
+    def end_group(self, group: str, *, solved: bool | None = None, version: int | None = None) -> None:
         """All its slots end: as a candidate, or (`solved` given) with equal rewards."""
         for i, held in enumerate([h for h in self.held if h[0].group == group]):
-            self.end(held, float(i % 2) if solved is None else float(solved))
+            self.end(held, float(i % 2) if solved is None else float(solved), version=version)
 
     def publish(self, rho: float | None = None) -> None:
         """The trainer commits and publishes the next version."""

@@ -294,7 +294,8 @@ def test_the_pretrained_model_agrees_with_the_engine_too(tmp_path_factory: pytes
 # ------------------------------------------------------------------------------------------------------------ reuse
 
 
-def batch_gradients(state: TrainState, groups: list[Group], settings: StepSettings, reused: list[Reused]) -> dict[str, Any]:
+def batch_gradients(state: TrainState, groups: list[Group], settings: StepSettings,
+                    reused: list[Reused]) -> dict[str, Any]:  # fmt: skip
     """Of one batch, before they are clipped; the state stays as it is."""
     state._accumulate(groups, settings)
     for one in reused:
