@@ -62,7 +62,8 @@ def run(
     kafka = kafka_config(loaded.site, start=True)
     new = create_run(kafka, loaded.topics, loaded.settings)
     say(f"run {loaded.run}: {'created' if new else 'resumed'} on {kafka['bootstrap.servers']}")
-    Supervisor(kafka, loaded.topics, loaded.site, loaded.file, say, stop_at=stop_at).run()
+    Supervisor(kafka, loaded.topics, loaded.site, loaded.file, say, stop_at=stop_at,
+               no_progress_s=loaded.settings.rollout.no_progress_s).run()  # fmt: skip
 
 
 def _print_settings(rows: list[tuple[str, object, str]], as_json: bool) -> None:

@@ -5,20 +5,25 @@ A pure fold over small records; the supervisor feeds it. Figures of the whole ru
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headrace.schemas.codec import decode
 from headrace.schemas.errors import UndecodableRecord
 from headrace.schemas.events import (
+    AttemptEnded,
     DeadLetter,
+    FleetTick,
     GroupClosed,
     Heartbeat,
     Lease,
+    LeaseEnded,
     Manifest,
     Publication,
     Version,
 )
+from headrace.schemas.outcomes import REASON_WORKER_LOST, Outcome
 from headrace.streams.log.reader import Record
 
 STALE_BEAT_MS = 10_000
@@ -41,6 +46,11 @@ class Progress:
     tokens_per_s: dict[str, float] = field(default_factory=dict)
     dead_letters: int = 0
     now_ms: int = 0
+    coordinated: int = 0  # signs of life of the coordinator
+    finished: Counter[str] = field(default_factory=Counter)  # attempts that a worker brought to a verdict
+    given_up: dict[str, None] = field(default_factory=dict)  # groups whose workers were lost every time
+    _incarnations: dict[str, str] = field(default_factory=dict)  # the newest of each worker that was leased something
+    _running: dict[str, dict[tuple[str, int], str]] = field(default_factory=dict)  # incarnation: (group, slot): task
 
     def observe(self, record: Record) -> bool:
         """Take one record in. True where it is a new version: time for a line."""
@@ -63,8 +73,22 @@ class Progress:
                 self.lag = sum(lags) / len(lags) if lags else None
             case Lease() if not event.unmanaged:
                 self.opened.add(event.group)
+                before = self._incarnations.get(event.worker)
+                if before is not None and before != event.incarnation:
+                    self._running.pop(before, None)
+                self._incarnations[event.worker] = event.incarnation
+                slots = self._running.setdefault(event.incarnation, {})
+                slots |= {(event.group, one.slot): event.task.id for one in event.assignments}
+            case LeaseEnded():
+                self._over(event.incarnation, event.group, *event.slots)
+            case AttemptEnded():
+                self._ended(event)
+            case FleetTick():
+                self.coordinated += 1
             case GroupClosed():
                 self.opened.discard(event.group)
+                for fate in event.slots:
+                    self._over(fate.incarnation, event.group, fate.slot)
                 for fate in event.slots:
                     if fate.counted and fate.reward is not None:
                         self.reward_sum += fate.reward
@@ -76,6 +100,26 @@ class Progress:
             case _:
                 pass
         return False
+
+    def _ended(self, event: AttemptEnded) -> None:
+        if event.outcome in (Outcome.MODEL_SUCCESS, Outcome.MODEL_FAILURE):
+            self.finished[event.incarnation] += 1
+        if event.reason == REASON_WORKER_LOST and event.ends_slot:
+            self.given_up[event.group] = None
+        self._over(event.incarnation, event.group, event.slot)
+
+    def _over(self, incarnation: str, group: str, *slots: int) -> None:
+        for slot in slots:
+            self._running.get(incarnation, {}).pop((group, slot), None)
+
+    def running(self, worker: str) -> set[str]:
+        """What the worker of this name was leased last and hasn't ended: group and task, in words."""
+        slots = self._running.get(self._incarnations.get(worker, ""), {})
+        return {f"{group} (task {task})" for (group, _), task in slots.items()}
+
+    def has_finished(self, worker: str) -> bool:
+        """Whether the newest incarnation of that worker brought any attempt to a verdict."""
+        return self.finished[self._incarnations.get(worker, "")] > 0
 
     def _beat(self, at_ms: int, beat: Heartbeat) -> None:
         sampled = beat.counters.get("sampled_tokens", 0.0)

@@ -1,8 +1,11 @@
 """All roles of a run on one machine: which are started, when one is started again, and when the run is over.
 
 A process that dies is started again with back-off; one that dies again and again, or ends with an error that a restart
-would repeat, ends the run with its own last words. Ctrl-C drains, a second one stops at once; children end when this
-process is killed. Nothing is kept here: killing the supervisor loses nothing, and the same command goes on.
+would repeat, ends the run with its own last words. A worker that has brought an attempt to its end since its start
+isn't one of those: a task that kills its workers is bounded by its attempts, and the run outlives it. That the run
+stands still is the coordinator's to say; that the coordinator does, is said here. Ctrl-C drains, a second one stops at
+once; children end when this process is killed. Nothing is kept here: killing the supervisor loses nothing, and the same
+command goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import Any
 
 from headrace.consumers.run import BOOTSTRAP_VARIABLE
 from headrace.schemas.codec import decode
-from headrace.schemas.errors import HeadraceError, RunConflict
+from headrace.schemas.errors import HeadraceError, LogError, NoProgress, RunConflict
 from headrace.schemas.events import Publication
 from headrace.schemas.topics import BATCHES, DEADLETTER, FLEET, GROUPS, POLICY, TASKS, RunTopics
 from headrace.streams.log.reader import Position, Reader, beginning_offsets, end_offsets, read_backwards
@@ -37,6 +40,8 @@ BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 DRAIN_S = {"worker": 60.0, "trainer": 120.0, "coordinator": 30.0, "assembler": 30.0}
 QUIET_LINE_S = 15.0  # a line at least so often, also when no version comes
 LAST_WORDS = 20
+PULSE_LATE_S = 30.0  # beyond the bound on progress: it covers a start of the coordinator
+PROBE_S = 1.0  # how often the broker is asked whether it answers, while the coordinator is silent
 TURN_OVER_BYTES = 16 << 20
 
 Say = Callable[[str], None]
@@ -57,6 +62,7 @@ class _Child:
     deaths: int = 0
     restart_at: float = 0.0
     done: bool = False
+    ran: set[str] | None = None  # what it ran at each of its deaths in a row
 
     @property
     def state(self) -> str:
@@ -73,6 +79,28 @@ class _Child:
         return ""
 
 
+def _worker_name(child: _Child) -> str:
+    return f"{socket.gethostname()}-{child.name}"
+
+
+@dataclass(slots=True)
+class _Pulse:
+    """How long the coordinator has been silent, counted only while the broker answers."""
+
+    seen: int = -1
+    silent_s: float = 0.0
+    at: float = field(default_factory=time.monotonic)
+
+    def silent(self, now: float, signs: int, excused: bool, answers: Callable[[], bool]) -> float:
+        if excused or signs != self.seen:
+            self.seen, self.silent_s, self.at = signs, 0.0, now
+        elif now - self.at >= PROBE_S:
+            # This process may have been away itself, or waited for the answer: no step counts more than two probes.
+            self.silent_s += min(now - self.at, 2 * PROBE_S) if answers() else 0.0
+            self.at = now
+        return self.silent_s
+
+
 @dataclass(slots=True)
 class Supervisor:
     kafka: Mapping[str, Any]
@@ -81,6 +109,7 @@ class Supervisor:
     config_file: Path
     say: Say
     stop_at: int | None = None  # over the file's
+    no_progress_s: float = 600.0
     children: list[_Child] = field(default_factory=list)
     interrupts: int = 0
 
@@ -112,19 +141,26 @@ class Supervisor:
             self.children.append(_Child(name, role, logs / f"{name}.log", share))
         for child in self.children:
             self._start(child)
-        progress = Progress()
+        progress, pulse = Progress(), _Pulse()
         with Reader(self.kafka, self._positions()) as reader:
             spoke = time.monotonic()
-            resumed = False
+            resumed, given_up = False, set[str]()
             while not self.interrupts:
                 new_version = False
                 for record in reader.poll(1000, 0.2):
                     new_version |= progress.observe(record)
-                self._look_after()
+                self._look_after(progress)
+                self._feel(pulse, progress, reader)
                 caught_up = reader.at_end
                 if caught_up and not resumed:
                     progress.take_reward()  # of an earlier sitting: it has had its lines
+                    given_up = set(progress.given_up)
                     resumed = True
+                if resumed:
+                    for group in progress.given_up.keys() - given_up:
+                        self.say(f"group {group} is given up: every worker that ran it was lost; see its task with "
+                                 f"`headrace show {self.topics.run} groups/{group}`")  # fmt: skip
+                    given_up |= progress.given_up.keys()
                 if caught_up and (new_version or time.monotonic() - spoke > QUIET_LINE_S):
                     self.say(progress.line({child.name: child.state for child in self.children}))
                     spoke = time.monotonic()
@@ -161,7 +197,7 @@ class Supervisor:
         with open(child.log, "ab") as log:
             child.process = subprocess.Popen(
                 [sys.executable, "-m", "headrace", "start", child.role, self.topics.run, "--config",
-                 str(self.config_file), "--parent", str(os.getpid()), "--name", f"{socket.gethostname()}-{child.name}",
+                 str(self.config_file), "--parent", str(os.getpid()), "--name", _worker_name(child),
                  *(["--stop-at", str(self.stop_at)] if self.stop_at is not None else []),
                  *(["--share", child.share] if child.share is not None else [])],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
@@ -169,7 +205,26 @@ class Supervisor:
             )  # fmt: skip
         child.started = time.monotonic()
 
-    def _look_after(self) -> None:
+    def _feel(self, pulse: _Pulse, progress: Progress, reader: Reader) -> None:
+        """Raises NoProgress where the coordinator gives no sign of life although the broker answers: then nobody else
+        would say that the run stands still."""
+        child = next(child for child in self.children if child.role == "coordinator")
+        excused = child.process is None or child.done  # the restarts of a dead one are bounded by their number
+        limit = self.no_progress_s + PULSE_LATE_S
+        if pulse.silent(time.monotonic(), progress.coordinated, excused, lambda: self._answers(reader)) < limit:
+            return
+        raise NoProgress(f"the coordinator of run {self.topics.run} stands still for {limit:.0f} s: its process "
+                         f"{child.process.pid if child.process else '?'} runs and gives no sign of life, although the "
+                         f"broker answers; look at `headrace status {self.topics.run}` and at {child.log}")  # fmt: skip
+
+    def _answers(self, reader: Reader) -> bool:
+        try:
+            reader.bounds(self.topics.name(FLEET), 0, timeout_s=PROBE_S)
+        except LogError:
+            return False
+        return True
+
+    def _look_after(self, progress: Progress) -> None:
         now = time.monotonic()
         for child in self.children:
             if child.done:
@@ -185,19 +240,25 @@ class Supervisor:
             if code == 0:
                 child.done = True
             elif code == FINAL:
-                raise RoleFailed(f"{child.name} ended the run:\n{child.last_words()}")
+                raise RoleFailed(f"{child.name} ended the run:\n{child.last_words()}\nLogs: {child.log.parent}/*.log")
             else:
-                self._died(child, code, now)
+                self._died(child, code, now, progress)
 
-    def _died(self, child: _Child, code: int, now: float) -> None:
-        child.deaths = 1 if now - child.started > SETTLED_S else child.deaths + 1
+    def _died(self, child: _Child, code: int, now: float, progress: Progress) -> None:
+        worker = _worker_name(child)
+        running = progress.running(worker) if child.role == "worker" else set()
+        anew = now - child.started > SETTLED_S or (child.role == "worker" and progress.has_finished(worker))
+        child.deaths = 1 if anew else child.deaths + 1
+        child.ran = running if anew or child.ran is None else child.ran & running
         how = f"by signal {-code}" if code < 0 else f"with code {code}"
         if child.deaths >= self.site.max_deaths:
+            ran = f"Each time it ran {', '.join(sorted(child.ran)[:5])}.\n" if child.ran else ""
             raise RoleFailed(f"{child.name} died {child.deaths} times in a row, at last {how}:\n{child.last_words()}\n"
-                             f"Its whole log: {child.log}")  # fmt: skip
+                             f"{ran}Its whole log: {child.log}")  # fmt: skip
         wait = BACKOFF_S[min(child.deaths, len(BACKOFF_S)) - 1]
         child.restart_at = now + wait
-        self.say(f"{child.name} died {how}; starts again in {wait:g} s")
+        ran = f" while it ran {', '.join(sorted(running)[:3])}{', ...' * (len(running) > 3)}" if running else ""
+        self.say(f"{child.name} died {how}{ran}; starts again in {wait:g} s")
 
     def _role_done(self, role: str) -> bool:
         return all(child.done for child in self.children if child.role == role)

@@ -26,6 +26,7 @@ from headrace.schemas.outcomes import (
     REASON_BLOB_FAILED,
     REASON_HANDED_BACK,
     REASON_LENGTH,
+    REASON_OTHER_VERSION,
     REASON_PROMPT_TOO_LONG,
     REASON_RECORD_TOO_LARGE,
     REASON_STOP,
@@ -167,7 +168,8 @@ class Worker:
                 self._take(event)
             elif isinstance(event, LeaseEnded) and event.incarnation == self.incarnation:
                 for job in list(self._jobs.values()):
-                    if job.attempt.group == event.group and job.attempt.slot in event.slots:
+                    own = (job.attempt.group, job.lease.number) == (event.group, event.number)
+                    if own and job.attempt.slot in event.slots:
                         self._forget(job)
 
     def _take(self, lease: Lease) -> None:
@@ -185,11 +187,11 @@ class Worker:
             # Asked once for all siblings, so that they begin together and the engine prefills their prompt once.
             self._asked[self._host.ask_messages(lease.task, self._settings.rollout.score_timeout_s)] = jobs
 
-    def _hand_back(self, job: _Job) -> None:
+    def _hand_back(self, job: _Job, reason: str = REASON_HANDED_BACK) -> None:
         lease = job.lease
         self._forget(job)
         self._put_fleet(HandBack(self.name, self.incarnation, lease.group, lease.number, (job.attempt.slot,),
-                                 REASON_HANDED_BACK))  # fmt: skip
+                                 reason))  # fmt: skip
 
     def _forget(self, job: _Job) -> None:
         self._engine.cancel(job.key)
@@ -256,6 +258,8 @@ class Worker:
     # -------------------------------------------------------------------------------------------------- engine
 
     def _take_weights(self) -> None:
+        if any(job.lease.version == self._engine.version for job in self._jobs.values()):
+            return  # pinned: what has come is applied afterwards
         for clock in self._receiver.apply_ready(self._engine):
             self._put_fleet(clock)
 
@@ -263,6 +267,9 @@ class Worker:
         """Hand over what may run: a slot starts only at a version that its lease allows."""
         for _ in range(len(self._ready)):
             job = self._ready.popleft()
+            if job.lease.version is not None and self._engine.version > job.lease.version:
+                self._hand_back(job, REASON_OTHER_VERSION)  # served weights never go back
+                continue
             if self._engine.version < job.lease.min_version:
                 self._ready.append(job)
                 continue

@@ -161,7 +161,8 @@ class Lease:
     """One worker incarnation runs these slots of a group.
 
     Written to `tasks` and, in the same transaction, to the group's partition of `trajectories`, where the first one is
-    the group's opening record (`opens`). An unmanaged producer writes only the latter, by itself.
+    the group's opening record (`opens`). An unmanaged producer writes only the latter, by itself. With `version`, only
+    a worker that serves exactly that one may run it; any other hands it back.
     """
 
     group: str
@@ -177,6 +178,7 @@ class Lease:
     task: Task
     cursor: int  # where the task source stands after this task
     request: str | None  # the request on `fleet` that this answers
+    version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

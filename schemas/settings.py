@@ -72,6 +72,12 @@ class RolloutSettings(Section):
     zero_variance: Literal["refill", "keep"] = Field("refill", description="groups whose rewards are all equal")
     score_timeout_s: PositiveFloat = Field(30.0, description="a verifier that takes longer has failed (infrastructure)")
     lease_timeout_s: PositiveFloat = Field(15.0, description="a worker silent for so long has lost its slots")
+    no_progress_s: PositiveFloat = Field(
+        600.0,
+        description="a part that has work and from which nothing comes for so long ends the run, with the reason; "
+        "choose it longer than the trainer's longest step and start, and than an episode's longest silence (an "
+        "environment step); hours are fine",
+    )
 
 
 class BatchSettings(Section):
@@ -81,6 +87,9 @@ class BatchSettings(Section):
     max_ahead: Annotated[int, Field(ge=0)] = Field(1, description="manifests written before the version they wait for")
     max_groups_per_batch: Positive | None = Field(None, description="groups without a batch before the run gives "
                                                                     "up; none: 50 batches' worth")  # fmt: skip
+
+    min_last_groups: Positive = Field(1, description="when the tasks are used up, fewer candidates than this make no "
+                                                     "short last batch and are left over")  # fmt: skip
 
     @property
     def give_up_after(self) -> int:
@@ -94,6 +103,19 @@ class StalenessSettings(Section):
     ramp_from: Annotated[float, Field(ge=0)] = Field(0.01, description="full weight up to here over the floor")
     apply: Literal["auto", "always", "never"] = Field("auto", description="`auto`: recorded, and used only by trainers "
                                                                           "without exact ratios")  # fmt: skip
+
+
+class ReuseSettings(Section):
+    """BIASED: a success that an older policy drew is trained on again because it is one."""
+
+    enabled: bool = Field(False, description="biased: beside a group whose attempts all failed, train once more on a "
+                                             "recorded success of its task (needs tasks that recur)")  # fmt: skip
+    coefficient: PositiveFloat = Field(1.0, description="its advantage is this x (1 - recent solve rate of the task)")
+    max_uses: Positive = Field(2, description="uses of one success")
+    max_per_batch: Positive = Field(1, description="uses in one batch")
+    window: Positive = Field(8, description="closed groups of a task that its recent solve rate is taken over")
+    drift_limit: PositiveFloat = Field(0.04, description="nats squared, exact at use, over staleness.floor; beyond it "
+                                                         "the success gets weight 0")  # fmt: skip
 
 
 class LossSettings(Section):
@@ -166,6 +188,7 @@ class RunSettings(Section):
     rollout: RolloutSettings = RolloutSettings()
     batch: BatchSettings = BatchSettings()
     staleness: StalenessSettings = StalenessSettings()
+    reuse: ReuseSettings = ReuseSettings()
     loss: LossSettings = LossSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     weights: WeightSettings = WeightSettings()
@@ -183,6 +206,10 @@ class RunSettings(Section):
             raise ValueError("rollout.max_new_tokens leaves no room for a prompt in model.max_length")
         if self.staleness.hard_lag < self.batch.max_lag:
             raise ValueError("staleness.hard_lag is smaller than batch.max_lag: what is sampled could never be trained")
+        if self.batch.min_last_groups > self.batch.groups:
+            raise ValueError("batch.min_last_groups is greater than batch.groups")
+        if self.reuse.enabled and self.tasks.source != "jsonl":
+            raise ValueError("reuse.enabled needs tasks that recur: tasks.source = 'jsonl', which goes round")
         if self.staleness.ramp_from >= self.staleness.drift_limit:
             raise ValueError("staleness.ramp_from must be smaller than staleness.drift_limit")
         return self

@@ -3,7 +3,8 @@
 Batch n trains v(n-1) into v(n); its manifest is written once n <= committed version + 1 + `max_ahead`. Candidates are
 taken in the order in which their groups were completed. Staleness is that of the batch's target; a candidate without a
 trainable token left for the next target has none for a later one either, so it is disposed of as `stale` at once, which
-gives its place back. When the task source has ended and nothing is open, what is left makes a last, shorter batch.
+gives its place back. When the task source has ended and nothing is open, what is left makes a last, shorter batch, or,
+below `min_last_groups`, is left over for good.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from headrace.schemas.events import Disposed, GroupClosed, GroupRef, Manifest, P
 from headrace.schemas.outcomes import Closure, Disposition, Outcome
 from headrace.schemas.settings import RunSettings
 
+from .reuse import Reusing
 from .slots import ACCOUNT_CANDIDATE
 from .staleness import Staleness, assess
 
@@ -50,6 +52,7 @@ class Batching:
         self.committed = -1
         self.candidates: list[Candidate] = []
         self.positions: dict[int, int] = {}  # of `groups`, read so far
+        self.reusing = Reusing()
         self._chain = Chain()
         self._sizes: dict[int, int] = {}  # groups of each batch whose version is not yet published
         self._rho: dict[int, float] = {}
@@ -76,12 +79,13 @@ class Batching:
         if version.rho_tokens > 0 and math.isfinite(version.rho):
             self._rho[version.version] = version.rho
 
-    def closed(self, candidate: Candidate, *, trains: bool) -> None:
-        """A closure; `trains`: its group was opened for training by the coordinator."""
+    def closed(self, candidate: Candidate, settings: RunSettings) -> None:
+        """The closure of a group that the coordinator opened for training."""
         closure = candidate.closure
-        if not trains:
-            return
-        if candidate.offset >= self._marks.get(candidate.partition, 0):
+        fresh = candidate.offset >= self._marks.get(candidate.partition, 0)
+        if settings.reuse.enabled:
+            self.reusing.closed(candidate.partition, candidate.offset, closure, settings.reuse.window, fresh=fresh)
+        if fresh:
             self._closures += 1
             outcomes = [fate.outcome for fate in closure.slots if Outcome(fate.outcome).trainable]
             self._judged += len(outcomes)
@@ -94,6 +98,7 @@ class Batching:
     def _manifested(self, manifest: Manifest) -> None:
         self.batch = manifest.batch
         self._sizes[manifest.batch] = len(manifest.groups)
+        self.reusing.manifested(manifest)
         self._marks = {one.partition: one.offset for one in manifest.positions}
         self._closures = self._solved = self._judged = 0
 
@@ -114,19 +119,27 @@ class Batching:
                     taken.append((candidate, segments))
                 else:
                     self.candidates.remove(candidate)
-                    out.append(self._put(Disposed(
-                        **self._chain.link(), group=candidate.closure.group, partition=candidate.partition,
-                        offset=candidate.offset, disposition=Disposition.STALE, reason=_stale(segments), target=target,
-                    )))  # fmt: skip
+                    out.append(self._dispose(candidate, Disposition.STALE, _stale(segments), target))
             if not taken or len(taken) < settings.batch.groups and not last:
                 break
             self.candidates = self.candidates[len(taken) :]
-            manifest = self._manifest(taken, settings_offset, now_ms)
+            least = settings.batch.min_last_groups
+            if len(taken) < least:
+                why = f"{len(taken)} left when the tasks were used up; a last batch needs {least}"
+                out += [self._dispose(candidate, Disposition.LEFTOVER, why, target) for candidate, _ in taken]
+                break
+            manifest = self._manifest(taken, settings, settings_offset, now_ms)
             out.append(self._put(manifest))
             self._manifested(manifest)
         if self._closures > settings.batch.give_up_after and len(self.candidates) < settings.batch.groups:
             raise self._give_up(settings)
         return out
+
+    def _dispose(self, candidate: Candidate, disposition: Disposition, reason: str, target: int) -> Entry:
+        return self._put(Disposed(
+            **self._chain.link(), group=candidate.closure.group, partition=candidate.partition,
+            offset=candidate.offset, disposition=disposition, reason=reason, target=target,
+        ))  # fmt: skip
 
     def _put(self, record: Manifest | Disposed) -> Entry:
         return record, self._chain.extend(record)
@@ -139,7 +152,8 @@ class Batching:
                 out.append(_Segment(fate.slot, run.version, run.count, staleness))
         return out
 
-    def _manifest(self, taken: list[tuple[Candidate, list[_Segment]]], settings_offset: int, now_ms: int) -> Manifest:
+    def _manifest(self, taken: list[tuple[Candidate, list[_Segment]]], settings: RunSettings, settings_offset: int,
+                  now_ms: int) -> Manifest:  # fmt: skip
         rows = [(index, one) for index, (_, segments) in enumerate(taken) for one in segments]
 
         def ints(values: Iterable[int]) -> bytes:
@@ -156,6 +170,7 @@ class Batching:
             segment_count=ints(one.count for _, one in rows),
             segment_drift=pack_float32(np.array([one.staleness.drift for _, one in rows], np.float32)),
             segment_weight=pack_float32(np.array([one.staleness.weight for _, one in rows], np.float32)),
+            reused=self.reusing.choose(settings.reuse, self.batch, {c.closure.group for c, _ in taken}),
         )  # fmt: skip
 
     def _give_up(self, settings: RunSettings) -> NoProgress:

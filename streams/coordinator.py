@@ -18,6 +18,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from headrace.schemas.errors import InvalidRecord
 from headrace.schemas.events import (
     Assignment,
     AttemptEnded,
@@ -32,19 +33,21 @@ from headrace.schemas.events import (
     LeaseEnded,
     LeaseRequest,
     Manifest,
+    Position,
     Publication,
     RunCreated,
     SettingsChanged,
     Task,
     Version,
 )
-from headrace.schemas.outcomes import Purpose
+from headrace.schemas.outcomes import Closure, Purpose
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import FLEET, GROUPS
 
 from .assembler import RecordLike
 from .batching import Batching, Candidate, Entry
 from .leasing import Leasing
+from .stalls import Stall, Stalls, Standing
 from .tasks import TaskSource
 
 
@@ -70,14 +73,17 @@ class Decision:
 
 
 class Coordinator:
-    """At a start it must observe `policy`, `tasks`, `batches` and then `groups`, each from its beginning; `fleet` from
-    its end. From then on `policy`, `groups` and `fleet`; `tasks` and `batches` are its own."""
+    """At a start it must observe `policy`, `batches`, `groups` and `tasks`, each from its beginning, as `restore` does;
+    `fleet` from its end. From then on `policy`, `groups` and `fleet`; `tasks` and `batches` are its own."""
 
     def __init__(self, settings: RunSettings, source: TaskSource) -> None:
         self.settings = settings
         self.leasing = Leasing(0)
         self.batching = Batching()
         self.published = -1
+        self.assembled: dict[int, int] = {}  # of each partition of `trajectories`: what `groups` accounts for
+        self._closed: set[str] = set()  # groups whose leases are still to be read
+        self._stalls = Stalls()
         self._source = source
         self._settings_offset = 0
         self._cursor = self._opened = self._leases = 0
@@ -89,12 +95,13 @@ class Coordinator:
     # ------------------------------------------------------------------------------------------------- facts
 
     def observe(self, topic: str, record: Addressed, event: Event) -> None:
-        """A record of one of its topics (`topic` is the short name), decoded."""
+        """A record of one of its topics (`topic` is the short name), decoded. Raises InvalidRecord, and has changed
+        nothing, where it can't be."""
         self._news = True
+        self.passed(topic, record)
         if topic == FLEET:
             self.leasing.clock.see(record.timestamp_ms)
-        elif topic == GROUPS:
-            self.batching.positions[record.partition] = record.offset + 1
+        self._stalls.observe(self.leasing.clock.now_ms, event)
         match event:
             case Heartbeat():
                 self.leasing.heartbeat(event)
@@ -106,9 +113,13 @@ class Coordinator:
             case AttemptEnded():
                 self.leasing.attempt_ended(event)
             case GroupClosed():
-                group = self.leasing.closed(event.group)
-                trains = group is not None and group.opening.purpose == Purpose.TRAIN
-                self.batching.closed(Candidate(record.partition, record.offset, event), trains=trains)
+                managed = event.closure != Closure.UNMANAGED
+                if self.leasing.closed(event.group) is None and managed:
+                    self._closed.add(event.group)
+                if managed and event.purpose == Purpose.TRAIN:
+                    self.batching.closed(Candidate(record.partition, record.offset, event), self.settings)
+            case Position():
+                self.assembled[record.partition] = event.offset
             case Lease():
                 self._leased(event)
             case LeaseEnded():
@@ -123,17 +134,32 @@ class Coordinator:
                 self._settings_offset = record.offset
                 self._set(RunSettings.model_validate(json.loads(event.settings)))
             case SettingsChanged():
+                try:
+                    settings = changed(self.settings, json.loads(event.changes))
+                except (ValueError, TypeError, KeyError) as error:
+                    raise InvalidRecord(f"the settings can't be changed so: {error}") from error
                 self._settings_offset = record.offset
-                self._set(changed(self.settings, json.loads(event.changes)))
+                self._set(settings)
             case _:
                 pass
+
+    def passed(self, topic: str, record: Addressed) -> None:
+        """A record was read, whether or not it can be used."""
+        if topic == GROUPS:
+            positions = self.batching.positions
+            positions[record.partition] = max(positions.get(record.partition, 0), record.offset + 1)
+
+    def restored(self) -> None:
+        """All leases have been read."""
+        self._closed = set()
 
     def _set(self, settings: RunSettings) -> None:
         self.settings = settings
         self.leasing.timeout_ms = round(settings.rollout.lease_timeout_s * 1000)
 
     def _leased(self, lease: Lease) -> None:
-        self.leasing.leased(lease)
+        if lease.group not in self._closed:
+            self.leasing.leased(lease)
         self._leases = max(self._leases, lease.number + 1)
         self._cursor = max(self._cursor, lease.cursor)
         self._opened += lease.opens
@@ -159,6 +185,22 @@ class Coordinator:
         """Nothing more will be decided for training, and all that was has been published."""
         return self.exhausted and not self.batching.candidates and self.published >= self.batching.batch
 
+    def stall(self) -> Stall | None:
+        """The part of the run that stands still, where a warning or the error is due. Ask after `decide`."""
+        if self.finished:
+            return None
+        return self._stalls.look(self.leasing.clock.now_ms, self.standing(),
+                                 round(self.settings.rollout.no_progress_s * 1000))  # fmt: skip
+
+    def standing(self) -> Standing:
+        held, oldest = self.leasing.held()
+        reporting, offering = self.leasing.reporting()
+        wanted = sum(len(group.waiting) for group in self.leasing.waiting())
+        if self.room > 0 and self._source.at(self._cursor) is not None:
+            wanted += self.room * self.settings.spec().slots
+        return Standing(self.batching.committed, self.published, self.batching.batch, wanted, held, oldest, reporting,
+                        offering, self.leasing.owed())  # fmt: skip
+
     def decide(self, now_ms: int) -> Decision:
         """What the news since the last call call for. Raises TooUniform, NoProgress, TasksExhausted."""
         decision = Decision()
@@ -178,9 +220,9 @@ class Coordinator:
     def _lease_waiting(self, decision: Decision) -> None:
         for group in self.leasing.waiting():
             opening = group.opening
-            for worker, incarnation, slots in self.leasing.place(group.waiting):
+            for worker, incarnation, slots in self.leasing.place(group.waiting, group):
                 lease = replace(opening, number=self._leases, opens=False, worker=worker, incarnation=incarnation,
-                                min_version=self.published,
+                                min_version=self.published if opening.version is None else opening.version,
                                 assignments=self.leasing.next_attempts(group, slots))  # fmt: skip
                 decision.lease(lease)
                 self._leased(lease)
@@ -200,7 +242,7 @@ class Coordinator:
             lease = Lease(f"g{self._opened:08d}", self._leases, True, False, request.worker, request.incarnation,
                           request.purpose, self.published if request.version is None else request.version,
                           tuple(Assignment(slot, 0) for slot in range(spec.slots)), spec, task, cursor,
-                          request.request)  # fmt: skip
+                          request.request, request.version)  # fmt: skip
             decision.lease(lease)
             self._leased(lease)
 

@@ -6,7 +6,10 @@ means something only while that attempt is the slot's newest.
 - A group goes to one worker where one has room for all of its waiting slots (the one with most room), else to several.
 - A worker is lost when its heartbeats stop for the timeout on the clock of `fleet`, or when a new incarnation of it
   reports. Its slots wait for their next attempt; one without a next attempt is exhausted.
-- A lease handed back is no failure and uses no attempt up: the number goes on, the limit doesn't apply.
+- A task that kills every worker is bounded by its attempts, and must not take others with it: a group whose last
+  attempt follows one that was lost with its worker is a suspect. It runs on one worker, which runs no other suspect.
+- A lease handed back is no failure and uses no attempt up: the number goes on, the limit doesn't apply. One that names
+  a slot which isn't leased under its number (handed back twice, or after the worker was lost) changes nothing.
 - A group that a producer asked for is bound to it: nobody else runs its slots, so a lost or returned one is exhausted.
 """
 
@@ -16,11 +19,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from headrace.schemas.errors import InvalidRecord
 from headrace.schemas.events import Assignment, AttemptEnded, Exhausted, HandBack, Heartbeat, Lease, LeaseEnded
 from headrace.schemas.outcomes import REASON_HANDED_BACK, REASON_WORKER_LOST, Purpose
 
 from .assembler import ENDED_BY_FOLD
 from .clock import LogClock
+from .stalls import Held
 
 REASON_SLOT_ENDED = "slot_ended"
 
@@ -37,6 +42,7 @@ class _Slot:
     incarnation: str = ""
     lease: int = -1  # its number
     state: _State = _State.WAITING
+    lost: int = 0  # attempts that ended with their worker
 
 
 @dataclass(slots=True)
@@ -52,18 +58,34 @@ class OpenGroup:
     def waiting(self) -> list[int]:
         return [number for number, slot in enumerate(self.slots) if slot.state is _State.WAITING]
 
+    @property
+    def suspect(self) -> bool:
+        last = self.opening.spec.max_attempts - 1
+
+        def tries_last(slot: _Slot) -> bool:
+            return slot.attempt + (slot.state is _State.WAITING) >= last
+
+        return any(s.lost and s.state is not _State.ENDED and tries_last(s) for s in self.slots)
+
+    @property
+    def lost(self) -> int:
+        """How often a slot's worker was lost at most."""
+        return max((slot.lost for slot in self.slots), default=0)
+
 
 @dataclass(slots=True)
 class _Worker:
     name: str
     seen_ms: int
+    heard: bool = False  # else known by its leases alone
     capacity: int = 0
     managed: bool = False  # only such ones are given leases unasked
+    refuses: bool = False  # has handed a lease back since its last heartbeat: it would be given the same again
     held: set[tuple[str, int]] = field(default_factory=set)  # (group, slot) that it runs
 
     @property
     def free(self) -> int:
-        return self.capacity - len(self.held) if self.managed else 0
+        return self.capacity - len(self.held) if self.managed and not self.refuses else 0
 
 
 class Leasing:
@@ -87,14 +109,42 @@ class Leasing:
         """Slots that could be leased unasked."""
         return sum(max(0, worker.free) for worker in self._workers.values())
 
+    def reporting(self) -> tuple[int, int]:
+        """Incarnations whose heartbeats are heard, and how many of them take leases unasked."""
+        heard = [w for w in self._workers.values() if w.heard and self.clock.now_ms - w.seen_ms <= self.timeout_ms]
+        return len(heard), sum(worker.managed for worker in heard)
+
+    def held(self) -> tuple[int, Held | None]:
+        """How many slots are leased, and the one whose lease is oldest."""
+        leased = [(slot.lease, number, group) for group in self.groups.values()
+                  for number, slot in enumerate(group.slots) if slot.state is _State.LEASED]  # fmt: skip
+        if not leased:
+            return 0, None
+        lease, number, group = min(leased, key=lambda one: one[:2])
+        slot, opening = group.slots[number], group.opening
+        worker = self._workers.get(slot.incarnation)
+        return len(leased), Held(opening.group, opening.task.id, number, slot.attempt, lease,
+                                 worker.name if worker else "a lost worker", slot.incarnation)  # fmt: skip
+
+    def owed(self) -> int:
+        """Open groups of which every slot has ended."""
+        return sum(all(s.state is _State.ENDED for s in group.slots) for group in self.groups.values())
+
     # ------------------------------------------------------------------------------------------------- facts
 
     def leased(self, lease: Lease) -> None:
+        if not lease.opens and lease.group not in self.groups:
+            raise InvalidRecord(f"lease {lease.number} names group {lease.group}, which was never opened")
+        if any(not 0 <= one.slot < lease.spec.slots for one in lease.assignments):
+            raise InvalidRecord(f"lease {lease.number} names a slot that group {lease.group} doesn't have")
         if lease.opens:
             self.groups[lease.group] = OpenGroup(lease, [_Slot() for _ in range(lease.spec.slots)])
         group = self.groups[lease.group]
         for one in lease.assignments:
-            group.slots[one.slot] = _Slot(one.attempt, lease.incarnation, lease.number, _State.LEASED)
+            before = group.slots[one.slot]
+            if before.state is _State.LEASED:  # at a start, word of that attempt's end is still to be read
+                self._release(lease.group, one.slot, before)
+            group.slots[one.slot] = _Slot(one.attempt, lease.incarnation, lease.number, _State.LEASED, before.lost)
             self._worker(lease.incarnation, lease.worker).held.add((lease.group, one.slot))
         self._sort(lease.group)
 
@@ -104,12 +154,15 @@ class Leasing:
         exhausted = []
         for number in event.slots if group else ():
             assert group is not None
+            if not 0 <= number < len(group.slots):
+                continue
             slot = group.slots[number]
             if slot.state is not _State.LEASED or slot.lease != event.number:
                 continue
             self._release(event.group, number, slot)
             slot.state = _State.WAITING
             returned, lost = event.reason == REASON_HANDED_BACK, event.reason == REASON_WORKER_LOST
+            slot.lost += lost
             last = slot.attempt + 1 >= group.opening.spec.max_attempts
             if (group.bound and (returned or lost)) or (lost and last):
                 slot.state = _State.ENDED
@@ -121,6 +174,8 @@ class Leasing:
         group = self.groups.get(event.group)
         if group is None:
             return
+        if not 0 <= event.slot < len(group.slots):
+            raise InvalidRecord(f"group {event.group} has no slot {event.slot}")
         slot = group.slots[event.slot]
         newest = slot.attempt == event.attempt
         if not (newest or event.ends_slot):
@@ -153,13 +208,16 @@ class Leasing:
                     self._lost.append(incarnation)
         worker = self._worker(beat.incarnation, beat.worker)
         worker.seen_ms, worker.capacity, worker.managed = self.clock.now_ms, beat.capacity, beat.managed
+        worker.heard, worker.refuses = True, False
 
     def handed_back(self, event: HandBack) -> None:
         group, worker = self.groups.get(event.group), self._workers.get(event.incarnation)
         if worker is not None:
-            worker.managed = False  # until its next heartbeat: else it would be given the same again
-        mine = [n for n in event.slots if group is not None and n < len(group.slots)
-                and group.slots[n].lease == event.number and group.slots[n].state is _State.LEASED]  # fmt: skip
+            worker.refuses = True
+        told = {(one.number, n) for one in self._overdue for n in one.slots}
+        mine = [n for n in event.slots if group is not None and 0 <= n < len(group.slots)
+                and group.slots[n].lease == event.number and group.slots[n].incarnation == event.incarnation
+                and group.slots[n].state is _State.LEASED and (event.number, n) not in told]  # fmt: skip
         if mine:
             self._overdue.append(LeaseEnded(event.group, event.number, event.incarnation, tuple(mine),
                                             REASON_HANDED_BACK))  # fmt: skip
@@ -191,15 +249,27 @@ class Leasing:
     def next_attempts(self, group: OpenGroup, slots: Iterable[int]) -> tuple[Assignment, ...]:
         return tuple(Assignment(number, group.slots[number].attempt + 1) for number in slots)
 
-    def place(self, slots: list[int]) -> list[tuple[str, str, list[int]]]:
-        """(worker, incarnation, its share) for as many of the slots as there is room."""
-        pool = sorted(((w.free, i) for i, w in self._workers.items() if w.free > 0), key=lambda p: (-p[0], p[1]))
+    def place(self, slots: list[int], group: OpenGroup | None = None) -> list[tuple[str, str, list[int]]]:
+        """(worker, incarnation, its share) for as many of the slots as there is room; `group` where it is open."""
+        pool = [(worker.free, incarnation) for incarnation, worker in self._workers.items() if worker.free > 0]
+        if group is not None and group.suspect:
+            pool = self._quarantine(group, pool)
         out, rest = [], slots
-        for free, incarnation in pool:
+        for free, incarnation in sorted(pool, key=lambda p: (-p[0], p[1])):
             if rest:
                 out.append((self._workers[incarnation].name, incarnation, rest[:free]))
                 rest = rest[free:]
         return out
+
+    def _quarantine(self, group: OpenGroup, pool: list[tuple[int, str]]) -> list[tuple[int, str]]:
+        """The one worker that may run a suspect now, if any."""
+        own = {slot.incarnation for slot in group.slots if slot.state is _State.LEASED}
+        if own:
+            return [place for place in pool if place[1] in own][:1]
+        return sorted((p for p in pool if not self._runs_suspect(p[1])), key=lambda p: (-p[0], p[1]))[:1]
+
+    def _runs_suspect(self, incarnation: str) -> bool:
+        return any(self.groups[name].suspect for name in {name for name, _ in self._workers[incarnation].held})
 
     # ------------------------------------------------------------------------------------------------- bookkeeping
 

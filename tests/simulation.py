@@ -15,6 +15,7 @@ from headrace.schemas.events import (
     Event,
     Exhausted,
     FleetTick,
+    GroupPayload,
     Heartbeat,
     Lease,
     LeaseEnded,
@@ -26,6 +27,8 @@ from headrace.schemas.outcomes import Outcome
 from headrace.schemas.settings import RunSettings
 from headrace.streams.assembler import Closed, Fold, Refused
 from headrace.streams.coordinator import Coordinator, Decision
+from headrace.streams.intake import understand
+from headrace.streams.restoring import restore
 from headrace.streams.tasks import TaskSource, task_source
 from tests.scripted import Record, Script
 
@@ -40,16 +43,30 @@ class Sim:
         self.fold, self.chain, self.now, self.offset = Fold(), Chain(), 0, 0
         self.held: list[Held] = []  # leased, and neither ended nor taken back, in order
         self.version = -1
+        self.trajectories: dict[int, Event] = {}  # by offset
+        self.payloads: dict[str, GroupPayload] = {}  # of candidates, without their spans
+        self.delayed = False  # what the fold writes reaches the coordinator only by `deliver`
+        self._undelivered: list[tuple[Record, Event]] = []
 
     # ------------------------------------------------------------------------------------------- the streams
 
     def observe(self, topic: str, event: Event) -> None:
         log = self.logs.get(topic)
-        record = Record(len(log) if log is not None else 0, self.now, encode(event))
+        group = getattr(event, "group", None)
+        record = Record(len(log) if log is not None else 0, self.now, encode(event), key=group and group.encode())
         if log is not None:
             log.append((record, event))
-        if topic in ("policy", "groups", "fleet"):
+        if topic == "groups" and self.delayed:
+            self._undelivered.append((record, event))
+        elif topic in ("policy", "groups", "fleet"):
             self.coordinator.observe(topic, record, event)
+
+    def deliver(self, count: int | None = None) -> None:
+        """The next records of `groups` reach the coordinator."""
+        count = len(self._undelivered) if count is None else count
+        arrived, self._undelivered = self._undelivered[:count], self._undelivered[count:]
+        for record, event in arrived:
+            self.coordinator.observe("groups", record, event)
 
     def decide(self) -> Decision:
         decision = self.coordinator.decide(self.now)
@@ -70,18 +87,22 @@ class Sim:
         """Events into `trajectories`; what the fold makes of them goes into `groups` at once."""
         for event in events:
             self.offset += 1
+            self.trajectories[self.offset] = event
             for effect in self.fold.apply(Record(self.offset, self.now, encode(event))):
-                assert not isinstance(effect, Refused)
+                if isinstance(effect, Refused):
+                    continue
+                if isinstance(effect, Closed) and effect.payload is not None:
+                    self.payloads[effect.record.group] = effect.payload
                 record = replace(effect.record, content_hash=b"0" * 16) if isinstance(effect, Closed) else effect
                 self.observe("groups", replace(record, **self.chain.link()))
                 self.chain.extend(self.logs["groups"][-1][1])
 
     def restart(self) -> None:
-        """The coordinator dies and comes back; heartbeats have to be heard anew."""
-        self.coordinator = Coordinator(self.settings, self.source)
-        for topic in ("policy", "tasks", "batches", "groups"):
-            for record, event in self.logs[topic]:
-                self.coordinator.observe(topic, record, event)
+        """The coordinator dies (what it decided last is lost where it wasn't written) and comes back; heartbeats have
+        to be heard anew."""
+        self.coordinator, self._undelivered = Coordinator(self.settings, self.source), []
+        restore(self.coordinator, lambda topic: [record for record, _ in self.logs[topic]],
+                lambda topic, record: self.coordinator.observe(topic, record, understand(topic, record.value)))
 
     # ------------------------------------------------------------------------------------- workers and trainer
 
@@ -104,10 +125,10 @@ class Sim:
         script.version = lease.min_version if version is None else version
         self.feed(*script.whole(reward, outcome))
 
-    def end_group(self, group: str, *, solved: bool | None = None) -> None:
+    def end_group(self, group: str, *, solved: bool | None = None, version: int | None = None) -> None:
         """All its slots end: as a candidate, or (`solved` given) with equal rewards."""
         for i, held in enumerate([h for h in self.held if h[0].group == group]):
-            self.end(held, float(i % 2) if solved is None else float(solved))
+            self.end(held, float(i % 2) if solved is None else float(solved), version=version)
 
     def publish(self, rho: float | None = None) -> None:
         """The trainer commits and publishes the next version."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -12,8 +12,18 @@ from numpy.typing import NDArray
 from headrace.schemas.codec import decode
 from headrace.schemas.columns import unpack_float32, unpack_int32
 from headrace.schemas.errors import BlobError, InvalidRecord, RecordError, UndecodableRecord
-from headrace.schemas.events import Event, GroupClosed, GroupPayload, Manifest, PayloadEpisode, SampleChunk
+from headrace.schemas.events import (
+    Event,
+    GroupClosed,
+    GroupPayload,
+    GroupRef,
+    Manifest,
+    PayloadEpisode,
+    Reuse,
+    SampleChunk,
+)
 from headrace.schemas.hashes import digest
+from headrace.schemas.outcomes import Outcome
 from headrace.schemas.payload import content_hash, episode_columns, from_chunks
 from headrace.schemas.settings import StalenessSettings
 from headrace.schemas.topics import GROUPS, SAMPLES, RunTopics
@@ -21,6 +31,7 @@ from headrace.streams.log.blobs import fetched
 from headrace.streams.log.reader import Reader, Record
 
 from .batches import Episode, Group
+from .reused import Reused
 
 Kind = TypeVar("Kind", bound=Event)
 
@@ -33,6 +44,7 @@ class Batch:
     offset: int  # of the manifest in `batches`
     digest: bytes  # of its value
     groups: tuple[Group, ...]
+    reused: tuple[Reused, ...]
     lag_mean: float
     lag_max: int
 
@@ -41,7 +53,7 @@ def fetch_batch(reader: Reader, topics: RunTopics, record: Record, staleness: St
     """Everything that the manifest in `record` names. Raises InvalidRecord naming the record that isn't what another
     one vouches for, DataLossError where one is no longer retained, BlobError where a blob isn't."""
     manifest = expect(record, Manifest)
-    payloads = _payloads(reader, topics, manifest)
+    payloads = _payloads(reader, topics, manifest.groups, f"manifest {manifest.batch}")
     segments = _segments(manifest, record)
     groups = []
     for index, payload in enumerate(payloads):
@@ -57,7 +69,8 @@ def fetch_batch(reader: Reader, topics: RunTopics, record: Record, staleness: St
     lags = [manifest.target - e.versions[e.mask] for group in groups for e in group.episodes]
     lag = np.concatenate(lags) if lags else np.zeros(0, np.int64)
     mean, most = (float(lag.mean()), int(lag.max())) if lag.size else (0.0, 0)
-    return Batch(manifest, record.offset, digest(record.value or b""), tuple(groups), mean, most)
+    reused = tuple(_reused(reader, topics, reuse) for reuse in manifest.reused)
+    return Batch(manifest, record.offset, digest(record.value or b""), tuple(groups), reused, mean, most)
 
 
 def expect(record: Record, kind: type[Kind]) -> Kind:
@@ -72,11 +85,11 @@ def expect(record: Record, kind: type[Kind]) -> Kind:
     return event
 
 
-def _payloads(reader: Reader, topics: RunTopics, manifest: Manifest) -> list[GroupPayload]:
-    """In the manifest's order; partition by partition, so that each is read in one sweep."""
+def _payloads(reader: Reader, topics: RunTopics, refs: Sequence[GroupRef], who: str) -> list[GroupPayload]:
+    """In the order of the references; partition by partition, so that each is read in one sweep."""
     found: dict[int, GroupPayload] = {}
-    for partition in sorted({ref.partition for ref in manifest.groups}):
-        own = [(i, ref) for i, ref in enumerate(manifest.groups) if ref.partition == partition]
+    for partition in sorted({ref.partition for ref in refs}):
+        own = [(i, ref) for i, ref in enumerate(refs) if ref.partition == partition]
         closures = reader.read_at(topics.name(GROUPS), partition, [ref.offset for _, ref in own])
         closed = {i: expect(closures[ref.offset], GroupClosed) for i, ref in own}
         wanted = [sample.offset for closure in closed.values() for sample in closure.samples]
@@ -85,11 +98,27 @@ def _payloads(reader: Reader, topics: RunTopics, manifest: Manifest) -> list[Gro
             closure, at = closed[i], closures[ref.offset]
             if (closure.group, closure.content_hash) != (ref.group, ref.content_hash):
                 raise InvalidRecord(
-                    f"it closes group {closure.group} with another content than manifest {manifest.batch} names as "
+                    f"it closes group {closure.group} with another content than {who} names as "
                     f"group {ref.group}: the log was altered", at.topic, at.partition, at.offset
                 )  # fmt: skip
             found[i] = _payload(closure, samples)
-    return [found[i] for i in range(len(manifest.groups))]
+    return [found[i] for i in range(len(refs))]
+
+
+def _reused(reader: Reader, topics: RunTopics, reuse: Reuse) -> Reused:
+    """The success that it names, in the context in which it was sampled. Raises InvalidRecord where it is none."""
+    source = reuse.source
+    (payload,) = _payloads(reader, topics, [source], f"the reuse beside group {reuse.group}")
+    recorded = next((one for one in payload.episodes if one.slot == reuse.slot), None)
+    where = (topics.name(GROUPS), source.partition, source.offset)
+    if recorded is None or recorded.outcome != Outcome.MODEL_SUCCESS:
+        was = "not counted" if recorded is None else recorded.outcome
+        raise InvalidRecord(f"slot {reuse.slot} of group {source.group} is used again as a success beside group "
+                            f"{reuse.group}, and is {was}", *where)  # fmt: skip
+    try:
+        return Reused(reuse.group, _laid_out(recorded), reuse.advantage)
+    except InvalidRecord as error:
+        raise InvalidRecord(f"group {source.group}: {error}", *where) from error
 
 
 def _payload(closure: GroupClosed, samples: dict[int, Record]) -> GroupPayload:
@@ -134,21 +163,27 @@ def _segments(manifest: Manifest, record: Record) -> dict[tuple[int, int], list[
 def _episode(
     recorded: PayloadEpisode, target: int, segments: Sequence[_Segment], staleness: StalenessSettings
 ) -> Episode:
+    episode = _laid_out(recorded)
+    if episode.reward is None:
+        raise InvalidRecord(f"slot {recorded.slot} counts without a reward")
+    versions = np.repeat([s[0] for s in segments], [s[1] for s in segments])
+    if not np.array_equal(versions, episode.versions[episode.mask]):
+        tokens = int(episode.mask.sum())
+        raise InvalidRecord(f"slot {recorded.slot}: its segments don't cover its {tokens} model tokens")
+    weights = np.ones(episode.tokens.size, np.float32)
+    weights[episode.mask] = _token_weights(target, segments, staleness)
+    return replace(episode, weights=weights * episode.weights)
+
+
+def _laid_out(recorded: PayloadEpisode) -> Episode:
+    """With a weight of 1 for every token that may be trained on, else 0."""
     columns = episode_columns(recorded)
     sampled = columns.versions >= 0
     if any(span.parent >= 0 for span in recorded.spans):
         raise InvalidRecord(f"slot {recorded.slot} branches, which this trainer can't lay out")
-    if recorded.reward is None:
-        raise InvalidRecord(f"slot {recorded.slot} counts without a reward")
-    versions = np.repeat([s[0] for s in segments], [s[1] for s in segments])
-    if not np.array_equal(versions, columns.versions[sampled]):
-        raise InvalidRecord(f"slot {recorded.slot}: its segments don't cover its {int(sampled.sum())} model tokens")
     prompt = int(np.argmax(sampled)) if sampled.any() else columns.tokens.size
     if prompt == 0:
         raise InvalidRecord(f"slot {recorded.slot} has no prompt")
-    weights = np.ones(columns.tokens.size, np.float32)
-    weights[sampled] = _token_weights(target, segments, staleness)
-    weights[~columns.trainable] = 0.0
     return Episode(
         slot=recorded.slot,
         prompt=columns.tokens[:prompt],
@@ -156,7 +191,7 @@ def _episode(
         mask=sampled[prompt:],
         logprobs=columns.logprobs[prompt:],
         versions=columns.versions[prompt:],
-        weights=weights[prompt:],
+        weights=columns.trainable[prompt:].astype(np.float32),
         reward=recorded.reward,
         counted=True,
         temperature=recorded.temperature,

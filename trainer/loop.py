@@ -57,6 +57,7 @@ def step_settings(settings: RunSettings) -> StepSettings:
         denominator=loss.denominator,
         micro_batch_tokens=optimizer.micro_batch_tokens,
         probe_tokens=optimizer.probe_tokens,
+        reuse_drift_limit=settings.staleness.floor + settings.reuse.drift_limit,
     )
 
 
@@ -100,7 +101,7 @@ class Trainer:
         while self.version < committed:
             recorded = self._versions[self.version + 1]
             batch = self._recorded_batch(recorded)
-            report = self._state.train_batch(batch.groups, batch.manifest.target, self._step_settings(batch))
+            report = self._train(batch)
             changes, served_hash = self._publisher.compare(self._served())
             self._prove(recorded, served_hash)
             if self.version <= self._published:
@@ -145,6 +146,10 @@ class Trainer:
         self._publisher.rebase(self.version, state, served_hash)
         if self.version > self._published:  # its base is no longer at hand
             self._publisher.publish_snapshot(self.version, state, served_hash)
+
+    def _train(self, batch: Batch) -> StepReport:
+        settings = step_settings(self._by_offset[batch.manifest.settings_offset])
+        return self._state.train_batch(batch.groups, batch.manifest.target, settings, batch.reused)
 
     def _recorded_batch(self, version: Version) -> Batch:
         record = self._reader.read_at(self._topics.name(BATCHES), 0, [version.batch_offset])[version.batch_offset]
@@ -193,7 +198,7 @@ class Trainer:
         with self._timed("fetching"):
             batch = self._fetch(record, self.version + 1)
         with self._timed("compute"):
-            report = self._state.train_batch(batch.groups, batch.manifest.target, self._step_settings(batch))
+            report = self._train(batch)
             changes, served_hash = self._publisher.compare(self._served())
         with self._timed("committing"):
             self._commit(batch, report, served_hash, before)
@@ -213,6 +218,7 @@ class Trainer:
         own_hash = train_hash(*self._state.state_tensors())
         fingerprint = self._fingerprint(self._by_offset[manifest.settings_offset])
         counts = tuple(GroupCount(g.group_id, g.trained, sum(g.masked.values())) for g in report.groups)
+        reused = tuple(GroupCount(g.group_id, g.trained, sum(g.masked.values())) for g in report.reused)
         metrics = _metrics(batch, report) | {
             f"{name}_s": self._seconds[name] for name in ("waiting", "fetching", "compute")
         }
@@ -224,7 +230,7 @@ class Trainer:
                 **link, version=report.version, parent=manifest.target, batch=manifest.batch, batch_offset=batch.offset,
                 batch_digest=batch.digest, hash_algorithm=delta.HASH_ALGORITHM, served_hash=served_hash,
                 train_hash=own_hash, rho=report.rho, rho_tokens=report.probe_tokens, groups=counts, metrics=metrics,
-                fingerprint=fingerprint, committed_ms=_now_ms(),
+                fingerprint=fingerprint, committed_ms=_now_ms(), reused=reused,
             )  # fmt: skip
             return made
 
@@ -242,9 +248,6 @@ class Trainer:
                                 "there are none", record.topic, record.partition, record.offset)  # fmt: skip
         settings = self._by_offset[manifest.settings_offset]
         return fetch_batch(self._reader, self._topics, record, settings.staleness)
-
-    def _step_settings(self, batch: Batch) -> StepSettings:
-        return step_settings(self._by_offset[batch.manifest.settings_offset])
 
     def _served(self) -> dict[str, delta.Tensor]:
         return delta.as_state(self._state.served_bits(), self._settings.model.dtype)
@@ -310,6 +313,9 @@ def _metrics(batch: Batch, report: StepReport) -> dict[str, float]:
     if aligned is not None:
         figures |= {"mismatch_mean": aligned.mean_abs, "mismatch_max": aligned.max_abs,
                     "mismatch_tokens": aligned.tokens}  # fmt: skip
+    if report.reused:
+        figures |= {"reused_tokens": sum(one.trained for one in report.reused),
+                    "reused_drift_max": max(one.drift for one in report.reused)}  # fmt: skip
     return {name: float(value) for name, value in figures.items()}
 
 

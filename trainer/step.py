@@ -25,6 +25,9 @@ from . import corrections
 from .advantages import advantages
 from .batches import Group, MicroBatch, counted, pack
 from .losses import surrogate, token_shares
+from .reused import Reused, ReusedCounts
+from .reused import share as reused_share
+from .reused import term as reused_term
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16, torch.float32: torch.uint32}
@@ -47,6 +50,7 @@ class StepSettings:
     mask_below: float = 0.0  # a token with a smaller ratio counts 0
     mask_above: float | None = None  # a token with a larger ratio counts 0
     denominator: str = "token_mean"  # token_mean | sequence_mean
+    reuse_drift_limit: float = 0.04  # second moment of a reused success beyond which all of its tokens count 0
     micro_batch_tokens: int = 1024  # row tokens of one forward and backward pass; never changes the gradient
     probe_tokens: int = 256  # row tokens of the forward pass that measures rho
 
@@ -86,6 +90,7 @@ class StepReport:
     probe_tokens: int  # how many model tokens rho rests on
     row_tokens: int  # tokens that went through the forward pass
     seconds: dict[str, float]  # forward_backward, optimizer, probe
+    reused: tuple[ReusedCounts, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +137,8 @@ class TrainState:
                 "exp_avg_sq": torch.zeros_like(master),
             }
 
-    def train_batch(self, groups: Sequence[Group], target_version: int, settings: StepSettings) -> StepReport:
+    def train_batch(self, groups: Sequence[Group], target_version: int, settings: StepSettings,
+                    reused: Sequence[Reused] = ()) -> StepReport:  # fmt: skip
         """Make the next version from a batch that targets `target_version`, which must be the present one.
 
         Raises NonFiniteLogprob and NonFiniteGradient; then nothing has changed.
@@ -142,6 +148,7 @@ class TrainState:
         started = time.perf_counter()
         try:
             scored, loss, row_tokens = self._accumulate(groups, settings)
+            reuses = [self._reuse(one, groups, settings) for one in reused]
             norm = self._clip(settings.max_grad_norm)
             accumulated = time.perf_counter()
             rate = settings.learning_rate * min(1.0, (self.version + 1) / max(1, settings.warmup_versions))
@@ -154,7 +161,7 @@ class TrainState:
         rewards = [episode.reward for _, episode in counted(groups) if episode.reward is not None]
         return StepReport(
             version=self.version,
-            loss=loss,
+            loss=loss + sum(part for _, part in reuses),
             grad_norm=norm,
             learning_rate=rate,
             reward_mean=float(np.mean(rewards)),
@@ -169,6 +176,7 @@ class TrainState:
                 "optimizer": updated - accumulated,
                 "probe": time.perf_counter() - updated,
             },
+            reused=tuple(counts for counts, _ in reuses),
         )
 
     # --- the parts of a step, in order ------------------------------------------------------------------------------
@@ -202,6 +210,28 @@ class TrainState:
             parts.append([x.cpu().numpy() for x in (current, ratios, staleness, weight)])
             parts[-1] += [micro.versions, micro.episode]
         return _Scored(*(np.concatenate(column) for column in zip(*parts, strict=True))), loss, row_tokens
+
+    def _reuse(self, one: Reused, groups: Sequence[Group], settings: StepSettings) -> tuple[ReusedCounts, float]:
+        """Add a success that is used again to the gradient; what of it was trained, and its loss."""
+        whole = Group(one.group_id, (one.episode,))
+        (micro,) = pack([whole], settings.micro_batch_tokens)  # one episode is one row, however long
+        logprobs = self._logprobs(micro)
+        weights = torch.from_numpy(micro.weights).to(self._device)
+        behaviour = torch.from_numpy(micro.behaviour).to(self._device)
+        _refuse_non_finite([(whole, one.episode)], micro, logprobs, behaviour, weights)
+        allowed = weights > 0
+        ratios = corrections.log_ratio(logprobs, behaviour)
+        ratios = torch.where(allowed, ratios, torch.zeros_like(ratios))
+        correction = corrections.weights(
+            ratios.exp(), settings.truncate_above, settings.mask_below, settings.mask_above
+        )
+        lengths = torch.tensor([int(episode.mask.sum()) for _, episode in counted(groups)])
+        share = reused_share(settings.denominator, lengths, len(micro.targets))
+        total, counts = reused_term(one, logprobs, ratios, allowed, correction, share, settings.reuse_drift_limit)
+        if total is None:
+            return counts, 0.0
+        total.backward()  # type: ignore[no-untyped-call]
+        return counts, float(total.detach())
 
     def _logprobs(self, micro: MicroBatch) -> torch.Tensor:
         """Log-probabilities [k] of a row's scored tokens at their recorded temperatures, at least float32."""

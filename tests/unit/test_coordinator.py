@@ -218,6 +218,73 @@ def test_last_batch_is_short_when_the_tasks_are_used_up() -> None:
     assert not sim.decide() and sim.coordinator.finished
 
 
+def test_too_few_for_a_last_batch_are_left_over_and_that_is_written_once() -> None:
+    sim = started(groups=3, max_lag=1, tasks={"size": 4}, batch={"min_last_groups": 2})
+    for group in sim.open:
+        sim.end_group(group)
+    sim.decide()
+    assert [len(manifest.groups) for manifest in sim.manifests] == [3]
+    (left,) = sim.wrote(Disposed)
+    assert (left.group, left.disposition, left.target) == ("g00000003", "leftover", 1)
+    assert left.reason == "1 left when the tasks were used up; a last batch needs 2"
+    sim.restart()
+    sim.beat()
+    assert not sim.decide()
+    sim.publish()
+    sim.decide()
+    assert sim.coordinator.finished and len(sim.wrote(Disposed)) == 1
+
+
+def test_candidates_wait_for_their_batch_while_a_group_is_still_open() -> None:
+    """The last one may complete a whole batch: nothing is short or left over before."""
+    sim = started(groups=2, max_lag=1, tasks={"size": 2}, batch={"min_last_groups": 2})
+    first, second = sim.open
+    sim.end_group(first)
+    sim.decide()
+    assert not sim.manifests and not sim.wrote(Disposed)
+    sim.end_group(second)
+    sim.decide()
+    assert [len(manifest.groups) for manifest in sim.manifests] == [2]
+
+
+def test_group_sampled_at_once_and_queued_for_five_versions_has_lag_5() -> None:
+    """prime-rl#3009: lag counts to the version that is trained, not to the one that was served at its end."""
+    sim = started(groups=1, max_lag=5, batch={"max_ahead": 0})
+    for group in sim.open:  # six groups, all by version 0, all done before anything is trained
+        sim.end_group(group, version=0)
+    for _ in range(6):
+        sim.decide()
+        sim.publish()
+    assert [ref.max_lag for manifest in sim.manifests for ref in manifest.groups] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+def test_trained_lengths_are_distributed_as_the_sampled_ones_although_long_groups_come_late(max_lag: int) -> None:
+    """tinker-cookbook#822: half of the tasks take ten times as long. Pacing opens a group only for one that is trained,
+    so the fast ones can't crowd the slow ones out."""
+    sim, clock, ready = started(groups=4, max_lag=max_lag, size=2, staleness={"hard_lag": 40}), 0, dict[str, int]()
+    draw = random.Random(5)
+    long: dict[str, bool] = {}
+    while len(sim.manifests) < 60:
+        for group in sim.open:
+            if group not in ready:
+                long[group] = draw.random() < 0.5
+                ready[group] = clock + (50 if long[group] else 5)
+        clock += 1
+        for group in [g for g in sim.open if ready[g] <= clock]:
+            sim.end_group(group)
+        sim.decide()
+        if sim.manifests and sim.manifests[-1].batch > sim.version and clock % 3 == 0:
+            sim.publish()
+            sim.decide()
+    trained = [long[ref.group] for manifest in sim.manifests for ref in manifest.groups]
+    opened_first = sorted(long, key=lambda name: int(name[1:]))[: len(trained)]
+    share, expected = sum(trained) / len(trained), sum(long[name] for name in opened_first) / len(trained)
+    # Only what is in flight at the end can differ: at most the room.
+    assert abs(share - expected) <= (max_lag + 1) * 4 / len(trained)
+    assert not sim.wrote(Disposed)
+
+
 def test_changed_settings_hold_for_what_is_decided_after_them() -> None:
     sim = simulation(groups=1, max_lag=0)
     link: dict[str, Any] = dict(number=0, previous=b"", writer="set")

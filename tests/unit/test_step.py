@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from headrace.producers.engines.hf import HfEngine  # noqa: E402
+from headrace.trainer.reused import Reused  # noqa: E402
 from headrace.trainer.step import StepSettings, TrainState  # noqa: E402
 
 SETTINGS = StepSettings(learning_rate=3e-3, micro_batch_tokens=150, probe_tokens=120)
@@ -288,3 +289,69 @@ def test_the_pretrained_model_agrees_with_the_engine_too(tmp_path_factory: pytes
     follow(engine, state)
     (lag,) = state.train_batch(sampled(engine, count=2), 1, StepSettings(learning_rate=1e-5)).lags
     assert lag.max_abs < 1e-4
+
+
+# ------------------------------------------------------------------------------------------------------------ reuse
+
+
+def batch_gradients(state: TrainState, groups: list[Group], settings: StepSettings,
+                    reused: list[Reused]) -> dict[str, Any]:  # fmt: skip
+    """Of one batch, before they are clipped; the state stays as it is."""
+    state._accumulate(groups, settings)
+    for one in reused:
+        state._reuse(one, groups, settings)
+    found = {name: p.grad.clone() for name, p in state._parameters.items() if p.grad is not None}
+    state._model.zero_grad(set_to_none=True)
+    return found
+
+
+def expected_term(state: TrainState, one: Reused, share: float) -> dict[str, Any]:
+    """-share * advantage * sum of ratio * grad log pi, by a plain forward over prompt and completion."""
+    episode = one.episode
+    ids = torch.from_numpy(np.concatenate([episode.prompt, episode.tokens]).astype(np.int64))[None]
+    logits = state._model(input_ids=ids, use_cache=False).logits[0] / episode.temperature
+    start, n = len(episode.prompt), len(episode.tokens)
+    logprobs = torch.log_softmax(logits[start - 1 : start + n - 1].double(), -1)
+    logprobs = logprobs.gather(1, ids[0, start:, None])[:, 0]
+    ratio = (logprobs.detach() - torch.from_numpy(episode.logprobs).double()).exp().clamp(max=2.0)
+    (-share * one.advantage * ratio * logprobs).sum().backward()
+    found = {name: p.grad.clone() for name, p in state._parameters.items() if p.grad is not None}
+    state._model.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.parametrize("denominator", ["token_mean", "sequence_mean"])
+def test_success_used_again_adds_exactly_its_term_and_changes_nothing_else(model: Path, denominator: str) -> None:
+    engine = HfEngine(str(model), slots=8, max_tokens=128, dtype="float32")
+    batch = sampled(engine, count=2)
+    state = TrainState(model, dtype="float32")
+    settings = replace(SETTINGS, denominator=denominator)
+    old = sampled(engine, count=3)[2].episodes[1]
+    shifted = replace(old, logprobs=(old.logprobs + 0.1).astype(np.float32))  # an older policy's
+    one = Reused("failed", shifted, advantage=0.7)
+    lengths = [int(e.mask.sum()) for group in batch for e in group.episodes]
+    share = 1 / sum(lengths) if denominator == "token_mean" else 1 / (len(lengths) * len(old.tokens))
+    plain = batch_gradients(state, batch, settings, [])
+    with_it = batch_gradients(state, batch, settings, [one])
+    term = expected_term(state, one, share)
+    for name, gradient in with_it.items():
+        assert torch.allclose(gradient, plain[name] + term[name], rtol=1e-3, atol=1e-7), name
+    assert max(float(part.abs().max()) for part in term.values()) > 1e-5
+
+
+def test_success_beyond_the_drift_limit_is_masked_and_the_step_is_the_ordinary_one_bit_for_bit(model: Path) -> None:
+    engine = HfEngine(str(model), slots=8, max_tokens=128, dtype="float32")
+    batch = sampled(engine, count=2)
+    old = sampled(engine, count=3)[2].episodes[0]
+    far = Reused("failed", replace(old, logprobs=(old.logprobs - 0.5).astype(np.float32)), advantage=1.0)
+    states = [TrainState(model, dtype="float32") for _ in range(3)]
+    reports = [states[0].train_batch(batch, 0, SETTINGS), states[1].train_batch(batch, 0, SETTINGS, [far])]
+    (counts,) = reports[1].reused
+    assert (counts.group_id, counts.trained, sum(counts.masked.values())) == ("failed", 0, len(old.tokens))
+    assert counts.masked["drift"] == len(old.tokens) and counts.drift == pytest.approx(0.25, rel=0.01)
+    assert reports[0].reused == () and reports[0].groups == reports[1].groups and reports[0].loss == reports[1].loss
+    assert same(bits(states[0]), bits(states[1]))
+    near = Reused("failed", old, advantage=1.0)
+    report = states[2].train_batch(batch, 0, SETTINGS, [near])
+    assert report.reused[0].trained == len(old.tokens) and report.groups == reports[0].groups
+    assert not same(bits(states[0]), bits(states[2]))
