@@ -110,7 +110,7 @@ class SyntheticRun:
 
     def _event(self, group: str, event: Event) -> int:
         self._put("trajectories", event, self.partition(group), group)
-        return self.log.end(("trajectories", self.partition(group))) - 1
+        return self.log.end("trajectories", self.partition(group)) - 1
 
     # ------------------------------------------------------------------------------------------------- producers
 
@@ -205,12 +205,12 @@ class SyntheticRun:
     def _out(self, part: _Partition, cls: type, **fields: object) -> int:
         value = part.chain.extend(cls(**part.chain.link(), **fields))
         self._put("groups", value, part.number)
-        return self.log.end(("groups", part.number)) - 1
+        return self.log.end("groups", part.number) - 1
 
     def close(self, group: str, closure: Closure, counted: tuple[int, ...] = (0, 1)) -> None:
         """Close on the newest record of the group's partition."""
         held, part = self.groups.pop(group), self.parts[self.partition(group)]
-        cause = self.log.end(("trajectories", part.number)) - 1
+        cause = self.log.end("trajectories", part.number) - 1
         accounts: Counter[str] = Counter()
         fates, episodes, context = [], [], 0
         for (slot, attempt), ended in sorted(held.ends.items()):
@@ -282,7 +282,7 @@ class SyntheticRun:
         if closure == Closure.CANDIDATE:
             for chunk in to_chunks(payload, limit=150):
                 value = self._put("samples", chunk, part.number, group)
-                samples.append(SampleRef(self.log.end(("samples", part.number)) - 1, digest(value)))
+                samples.append(SampleRef(self.log.end("samples", part.number) - 1, digest(value)))
         fields = dict(
             cause=cause,
             group=group,
@@ -308,14 +308,14 @@ class SyntheticRun:
     def addendum(self, kind: str, group: str, tokens: int, back: int = 1) -> None:
         """About the record `back` before the end of the group's partition."""
         part = self.parts[self.partition(group)]
-        cause = self.log.end(("trajectories", part.number)) - back
+        cause = self.log.end("trajectories", part.number) - back
         self._out(part, Addendum, cause=cause, kind=kind, group=group, slot=0, attempt=0, model_tokens=tokens)
 
     def commit(self, partition: int) -> None:
         part = self.parts[partition]
         records = [r for r in self.log.logs["trajectories", partition] if r.offset >= part.position]
         offsets = np.array([r.offset for r in records], np.int64)
-        end = self.log.end(("trajectories", partition))
+        end = self.log.end("trajectories", partition)
         self._out(
             part,
             Position,
@@ -335,7 +335,7 @@ class SyntheticRun:
 
     def garbage(self, partition: int, value: bytes = b"not avro") -> None:
         self._put("trajectories", value, partition)
-        offset = self.log.end(("trajectories", partition)) - 1
+        offset = self.log.end("trajectories", partition) - 1
         self._put(
             "deadletter",
             DeadLetter(
@@ -370,7 +370,7 @@ class SyntheticRun:
             settings_offset=0,
             decided_ms=self.now,
             groups=tuple(refs),
-            positions=tuple(PartitionPosition(p.number, self.log.end(("groups", p.number))) for p in self.parts),
+            positions=tuple(PartitionPosition(p.number, self.log.end("groups", p.number)) for p in self.parts),
             closures_since=len(names),
             segment_group=columns[0],
             segment_slot=columns[1],
@@ -436,7 +436,7 @@ class SyntheticRun:
             data = b"delta %d %d" % (number, index)
             check = xxhash.xxh3_128_digest(struct.pack("<qqq", number, index, 2) + b"delta\0" + data)
             self._put("weights", WeightChunk(number, "delta", index, 2, check, data))
-            chunks.append(self.log.end(("weights", 0)) - 1)
+            chunks.append(self.log.end("weights", 0) - 1)
         base = digest(b"weights %d" % (number - 1)) if number else b""
         self._put(
             "policy",
