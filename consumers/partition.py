@@ -18,7 +18,7 @@ from headrace.schemas.topics import DEADLETTER, GROUPS, TRAJECTORIES
 from .accounts import Accounts
 from .facts import ChainCheck, Fact, Failures, read_facts
 from .index import Index
-from .recount import Commit, Recount, commits, count_late, trainable
+from .recount import Commit, Recount, by_commit, count_late, trainable
 from .samples import SampleCheck
 from .source import LogSource
 
@@ -49,7 +49,7 @@ def audit_partition(source: LogSource, number: int, index: Index, accounts: Acco
     )  # fmt: skip
     attempts: dict[str, dict[tuple[int, int], int]] = {}  # model tokens of ended attempts of open groups
     due = 0
-    for commit in commits(_checked(source, number, failures)):
+    for commit in by_commit(_checked(source, number, failures)):
         for ended in commit.ends:
             attempts.setdefault(ended.group, {})[ended.slot, ended.attempt] = ended.model_tokens
         commit.closures = [fact for fact in commit.closures if _first_closure(fact, index, failures)]

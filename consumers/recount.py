@@ -72,7 +72,7 @@ class Commit:
     ends: list[AttemptEnded] = field(default_factory=list)
 
 
-def commits(facts: Iterable[Fact[Any]]) -> Iterator[Commit]:
+def by_commit(facts: Iterable[Fact[Any]]) -> Iterator[Commit]:
     """Records of a partition of `groups`, commit by commit."""
     commit = Commit()
     for fact in facts:
