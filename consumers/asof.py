@@ -53,6 +53,7 @@ class AsOf:
         or nothing is there before it."""
         assert (offset is None) != (time_ms is None)
         self.run, self._source = source.run, source
+        self._time: int | None  # None: the cut is the whole log
         end, first = source.end(BATCHES, 0), source.first(BATCHES, 0)
         if offset is not None:
             later = next(source.records(BATCHES, 0, offset + 1), None)

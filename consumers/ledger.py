@@ -98,7 +98,7 @@ def audit(source: LogSource) -> Ledger:
     ledger.lengths = _rows(accounts)
     if ledger.retained and (total := ledger.tokens.total()) != (due := ledger.logged_tokens - ledger.repeated_tokens):
         failures.add("total", "tokens", f"the accounts hold {total} model tokens, trajectories {due}")
-    ledger.failures, ledger.failed = failures.lines, dict(failures.counts)
+    ledger.failures, ledger.failed = failures.lines, {str(kind): n for kind, n in failures.counts.items()}
     return ledger
 
 

@@ -18,7 +18,7 @@ from headrace.schemas.topics import DEADLETTER, GROUPS, TRAJECTORIES
 from .accounts import Accounts
 from .facts import ChainCheck, Fact, Failures, read_facts
 from .index import Index
-from .recount import Commit, Recount, by_commit, count_late, trainable
+from .recount import Recount, by_commit, count_late, trainable
 from .samples import SampleCheck
 from .source import LogSource
 

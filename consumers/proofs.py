@@ -38,7 +38,8 @@ def check_policy(source: LogSource, index: Index, accounts: Accounts, failures: 
     """Versions without gap, each trained from the manifest it names, published in turn; and the batches that they were
     trained from. The closures must be in the index."""
     settings: set[int] = set()
-    check = _Policy(index, Batches(source, settings, index, accounts, failures), WeightCheck(source, failures), failures)
+    batches = Batches(source, settings, index, accounts, failures)
+    check = _Policy(index, batches, WeightCheck(source, failures), failures)
     for fact in read_facts(source, POLICY, 0, failures):
         check.chain(fact)
         match fact.event:
@@ -48,8 +49,8 @@ def check_policy(source: LogSource, index: Index, accounts: Accounts, failures: 
                 check.version(fact)
             case Publication():
                 check.publication(fact)
-    check.batches.finish()
-    return check.batches
+    batches.finish()
+    return batches
 
 
 @dataclass(slots=True)

@@ -58,7 +58,8 @@ class LogSource(Protocol):
         """The first offset whose record is not older; the upper edge where all are."""
 
 
-def backwards(source: LogSource, topic: str, partition: int, end: int | None = None) -> Iterator[Record]:
+def backwards(source: LogSource, topic: str, partition: int, end: int | None = None,
+              widest: int = LAST_WINDOW) -> Iterator[Record]:  # fmt: skip
     """The records below `end`, newest first, in windows that grow: who looks for a near one reads little."""
     window, first = FIRST_WINDOW, source.first(topic, partition)
     if end is None:
@@ -66,7 +67,7 @@ def backwards(source: LogSource, topic: str, partition: int, end: int | None = N
     while end > first:
         start = max(first, end - window)
         yield from reversed(list(source.records(topic, partition, start, end)))
-        end, window = start, min(2 * window, LAST_WINDOW)
+        end, window = start, min(2 * window, widest)
 
 
 class Snapshot:

@@ -24,7 +24,7 @@ from headrace.producers.publications import served_state
 from headrace.producers.receiver import Receiver
 from headrace.schemas.codec import decode
 from headrace.schemas.errors import Fenced, HeadraceError, InvalidRecord, LogError, NonFiniteLogprob, ReplayMismatch
-from headrace.schemas.events import PayloadEpisode, Publication, Version, VersionRun
+from headrace.schemas.events import PayloadEpisode, Publication, VersionRun
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import BATCHES, POLICY
 from headrace.streams.log.policy import open_settings
