@@ -88,25 +88,22 @@ def read_facts(source: LogSource, topic: str, partition: int, failures: Failures
 class ChainCheck:
     """Numbers from 0 without gap, each with the digest of the one before; the first follows `begin`, if any.
 
-    Feed it the chain's records in order: it keeps the last one's number, digest and address.
+    Feed it the chain's records in order: it keeps the last one.
     """
 
     def __init__(self, failures: Failures, begin: Fact[Any] | None = None) -> None:
         self._failures = failures
         self._number, self._previous = 0, begin.digest if begin else GENESIS
-        self._before = str(begin) if begin else ""
+        self._before: Fact[Any] | None = begin
 
     def feed(self, fact: Fact[Chained]) -> None:
-        event, due = fact.event, self._number
-        after = f"after {self._before}" if self._before else "at the beginning"
-        if event.number > due:
-            self._fail(fact, f"number {event.number} where {due} is due {after}: records before it are missing")
-        elif event.number < due:
-            self._fail(fact, f"number {event.number} where {due} is due {after}: it is a repetition")
+        event, before = fact.event, self._before or "the beginning"
+        if event.number != self._number:
+            why = "records before it are missing" if event.number > self._number else "it is a repetition"
+            self._fail(fact, f"number {event.number} where {self._number} is due after {before}: {why}")
         elif event.previous != self._previous:
-            before = self._before or "the beginning"
             self._fail(fact, f"does not follow {before} as it is now: one of the two was altered")
-        self._number, self._previous, self._before = event.number + 1, fact.digest, str(fact)
+        self._number, self._previous, self._before = event.number + 1, fact.digest, fact
 
     def _fail(self, fact: Fact[Chained], message: str) -> None:
         self._failures.add("broken chain", fact, message)

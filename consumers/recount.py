@@ -129,14 +129,12 @@ class Recount:
         while self._closures:
             self._close(self._closures.pop())
         for cause, fact in self._addenda.items():
-            where = address(TRAJECTORIES, self.partition, cause)
-            self._fail("recount", fact, f"{fact.event.kind} because of {where}, which is not")
+            self._fail("recount", fact, f"{fact.event.kind} because of {self._at(cause)}, which is not")
 
     def finish(self) -> None:
         """The rest of the records, which no commit accounts for yet."""
         while self._next is not None:
-            record = self._take()
-            self._feed(record, address(TRAJECTORIES, self.partition, record.offset), settled=False)
+            self._feed(self._take(), settled=False)
         for _, where, complaint in self._unopened.values():
             self._fail("recount", where, complaint)
         self.index.add_opened(self.open)
@@ -151,14 +149,15 @@ class Recount:
             while at < len(listed) and listed[at][0] < record.offset:
                 self._missing(listed[at][0], position)
                 at += 1
-            where = address(TRAJECTORIES, self.partition, record.offset)
             if at == len(listed) or listed[at][0] != record.offset:
-                self._fail("input record", where, f"was not there when {position} accounted for all below it")
+                said = f"was not there when {position} accounted for all below it"
+                self._fail("input record", self._at(record.offset), said)
             else:
                 if listed[at][1] != crc(record.value or b""):
-                    self._fail("input record", where, f"was altered: its checksum is not the one in {position}")
+                    said = f"was altered: its checksum is not the one in {position}"
+                    self._fail("input record", self._at(record.offset), said)
                 at += 1
-            self._feed(record, where, settled=True)
+            self._feed(record, settled=True)
         for offset, _ in listed[at:]:
             self._missing(offset, position)
 
@@ -180,12 +179,11 @@ class Recount:
             return []
 
     def _missing(self, offset: int, position: Fact[Position]) -> None:
-        where = address(TRAJECTORIES, self.partition, offset)
-        self._fail("input record", where, f"is missing: {position} accounts for it")
+        self._fail("input record", self._at(offset), f"is missing: {position} accounts for it")
 
     # ------------------------------------------------------------------------------------------------- records
 
-    def _feed(self, record: Record, where: str, *, settled: bool) -> None:
+    def _feed(self, record: Record, *, settled: bool) -> None:
         while self._closures and self._closures[-1].event.cause < record.offset:
             self._close(self._closures.pop())
         try:
@@ -193,25 +191,25 @@ class Recount:
             if isinstance(event, Span):
                 event.check()
         except RecordError:
-            self._refused(record, where, settled)
+            self._refused(record, settled)
             return
         match event:
             case Lease():
                 self._lease(event, record)
             case EpisodeStarted() | Span() | EpisodeEnded():
-                self._event(event, record, where, settled)
+                self._event(event, record, settled)
             case Tick():
-                self._tick(event, where, settled)
+                self._tick(event, record.offset, settled)
             case Exhausted():
                 pass
             case _:
                 assert not isinstance(event, Kinds.BY_TOPIC[TRAJECTORIES])
-                self._refused(record, where, settled)
+                self._refused(record, settled)
 
-    def _refused(self, record: Record, where: str, settled: bool) -> None:
+    def _refused(self, record: Record, settled: bool) -> None:
         """A record that the assembler could not use has a dead letter, as long as those are kept."""
         if settled and self.letters and not self.index.has_letter(self.partition, record.offset):
-            self._fail("dead letter", where, "can't be used, but no dead letter says so")
+            self._fail("dead letter", self._at(record.offset), "can't be used, but no dead letter says so")
 
     def _lease(self, event: Lease, record: Record) -> None:
         if not event.unmanaged:
@@ -223,19 +221,19 @@ class Recount:
                 if 0 <= one.slot < group.opening.spec.slots:
                     group.lessees.setdefault((one.slot, one.attempt), event.incarnation)
 
-    def _tick(self, event: Tick, where: str, settled: bool) -> None:
+    def _tick(self, event: Tick, offset: int, settled: bool) -> None:
         last = self._ticks.get(event.writer)
         if not settled and last is not None and event.number > last + 1:
-            self._fail("input record", where, f"tick {event.number} of {event.writer} after {last}: ticks before it "
-                                              "are missing")  # fmt: skip
+            said = f"tick {event.number} of {event.writer} after {last}: ticks before it are missing"
+            self._fail("input record", self._at(offset), said)
         self._ticks[event.writer] = event.number
 
-    def _event(self, event: Event, record: Record, where: str, settled: bool) -> None:
+    def _event(self, event: Event, record: Record, settled: bool) -> None:
         model = event.count if isinstance(event, Span) and event.source == Source.MODEL else 0
         context = event.count if isinstance(event, Span) and event.source != Source.MODEL else 0
         self.logged += model
         group = self.open.get(event.group)
-        kind = "late" if group is None else self._kind(group, event, record.value or b"", where, settled)
+        kind = "late" if group is None else self._kind(group, event, record, settled)
         if group is not None and kind is None:
             group.tokens[event.slot, event.attempt] += model
             group.context += context
@@ -252,13 +250,13 @@ class Recount:
         elif kind == "foreign":
             self.accounts.count(Account.FOREIGN, model, model, episodes=0)
 
-    def _kind(self, group: _Group, event: Event, value: bytes, where: str, settled: bool) -> str | None:
+    def _kind(self, group: _Group, event: Event, record: Record, settled: bool) -> str | None:
         """None: it belongs to its group, which is open. Else what an addendum calls it."""
         attempt = (event.slot, event.attempt)
         if group.lessees.get(attempt) != event.incarnation:
             return "foreign"
         seen = group.seen.setdefault(attempt, {})
-        check = xxh3_64_intdigest(value)
+        check = xxh3_64_intdigest(record.value or b"")
         if event.sequence in seen:
             return "duplicate" if seen[event.sequence] == check else "conflict"
         if attempt in group.ended:
@@ -267,8 +265,8 @@ class Recount:
         if isinstance(event, EpisodeEnded):
             group.ended.add(attempt)
         if not settled and event.sequence and event.sequence - 1 not in seen:
-            self._fail("input record", where, f"event {event.sequence} of slot {event.slot}, attempt {event.attempt} "
-                                              f"of {event.group}: the one before it is missing")  # fmt: skip
+            said = f"event {event.sequence} of slot {event.slot}, attempt {event.attempt} of {event.group}"
+            self._fail("input record", self._at(record.offset), f"{said}: the one before it is missing")
         return None
 
     def _said(self, event: Event, kind: str, model: int, offset: int) -> None:
@@ -276,7 +274,7 @@ class Recount:
         fact = self._addenda.pop(offset, None)
         where: object = fact
         if fact is None:
-            where = address(TRAJECTORIES, self.partition, offset)
+            where = self._at(offset)
             complaint = f"{kind}, but no addendum of `groups` says so"
         elif (fact.event.kind, fact.event.model_tokens) == (kind, model):
             return
@@ -322,6 +320,9 @@ class Recount:
         said = {name: n for name, n in closure.accounts.items() if n}
         if said != (own := {str(name): n for name, n in counted.items() if n}):
             self._fail("recount", fact, f"accounts {said} of {closure.group}; counted: {own}")
+
+    def _at(self, offset: int) -> str:
+        return address(TRAJECTORIES, self.partition, offset)
 
     @property
     def _fail(self) -> Callable[..., None]:

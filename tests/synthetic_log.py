@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,8 +37,10 @@ from headrace.schemas.events import (
     PayloadEpisode,
     Position,
     Publication,
+    Reuse,
     RunCreated,
     SampleRef,
+    SettingsChanged,
     SlotFate,
     Span,
     Task,
@@ -114,7 +117,8 @@ class SyntheticRun:
 
     # ------------------------------------------------------------------------------------------------- producers
 
-    def lease(self, group: str, *slots: tuple[int, int], incarnation: str = "w1", unmanaged: bool = False) -> None:
+    def lease(self, group: str, *slots: tuple[int, int], incarnation: str = "w1", unmanaged: bool = False,
+              task: str = "") -> None:  # fmt: skip
         """(slot, attempt) pairs; the first lease of a group opens it."""
         opens = group not in self.groups
         lease = Lease(
@@ -128,7 +132,7 @@ class SyntheticRun:
             0,
             tuple(Assignment(*pair) for pair in slots),
             SPEC,
-            Task(f"t-{group}", "test", "{}", 1),
+            Task(task or f"t-{group}", "test", "{}", 1),
             0,
             None,
         )
@@ -148,8 +152,9 @@ class SyntheticRun:
         incarnation: str = "w1",
         outcome: str = "",
         foreign: bool = False,
+        tokens: int = TOKENS,
     ) -> None:
-        """Start, prompt, two model spans of the version that is served, end."""
+        """Start, prompt, two model spans of `tokens` each of the version that is served, end."""
         identity = (group, slot, attempt, incarnation)
         started = EpisodeStarted(*identity, 0, "worker", "{}", 1.0, 1.0, 0, 64, 1, self.now)
         prompt = Span(
@@ -169,7 +174,7 @@ class SyntheticRun:
             None,
             None,
         )
-        spans = [self.span(identity, sequence) for sequence in (2, 3)]
+        spans = [self.span(identity, sequence, tokens) for sequence in (2, 3)]
         success = Outcome.MODEL_SUCCESS if reward else Outcome.MODEL_FAILURE
         ended = EpisodeEnded(
             *identity, 4, outcome or success, "stop", Boundary.NONE, reward, {"total": reward}, (), "a", self.now, {}
@@ -180,22 +185,22 @@ class SyntheticRun:
             self.groups[group].spans[slot, attempt] = [(o, e) for o, e in placed if isinstance(e, Span)]
             self.groups[group].ends[slot, attempt] = ended
 
-    def span(self, identity: tuple[str, int, int, str], sequence: int) -> Span:
-        ids = np.arange(TOKENS, dtype=np.int32) + sequence
+    def span(self, identity: tuple[str, int, int, str], sequence: int, tokens: int = TOKENS) -> Span:
+        ids = np.arange(tokens, dtype=np.int32) + sequence
         return Span(
             *identity,
             sequence,
             "model",
             0,
             -1,
-            TOKENS,
-            (VersionRun(self.served, TOKENS),),
+            tokens,
+            (VersionRun(self.served, tokens),),
             None,
             None,
             None,
             {"decode": 1.0},
             pack_int32(ids),
-            pack_float32(np.full(TOKENS, -0.5, np.float32)),
+            pack_float32(np.full(tokens, -0.5, np.float32)),
             None,
             None,
         )
@@ -351,7 +356,9 @@ class SyntheticRun:
 
     # -------------------------------------------------------------------------------- coordinator and trainer
 
-    def batch(self, number: int, *names: str) -> None:
+    def batch(self, number: int, *names: str, reused: tuple[Reuse, ...] = (), masked: Collection[int] = (),
+              settings_offset: int = 0) -> None:  # fmt: skip
+        """The tokens of `masked` slots have weight 0."""
         refs, rows = [], []
         for index, name in enumerate(names):
             closed, partition, offset = self.closures[name]
@@ -362,12 +369,13 @@ class SyntheticRun:
                 (index, fate.slot, fate.versions[0].version, fate.model_tokens) for fate in closed.slots if fate.counted
             ]
         columns = [pack_int32(np.array(column, np.int32)) for column in zip(*rows, strict=True)]
-        floats = pack_float32(np.zeros(len(rows), np.float32)), pack_float32(np.ones(len(rows), np.float32))
+        weights = np.array([slot not in masked for _, slot, _, _ in rows], np.float32)
+        floats = pack_float32(np.zeros(len(rows), np.float32)), pack_float32(weights)
         manifest = Manifest(
             **self.batches.link(),
             batch=number,
             target=number - 1,
-            settings_offset=0,
+            settings_offset=settings_offset,
             decided_ms=self.now,
             groups=tuple(refs),
             positions=tuple(PartitionPosition(p.number, self.log.end("groups", p.number)) for p in self.parts),
@@ -378,8 +386,23 @@ class SyntheticRun:
             segment_count=columns[3],
             segment_drift=floats[0],
             segment_weight=floats[1],
+            reused=reused,
         )
         self._put("batches", self.batches.extend(manifest))
+
+    def reuse(self, beside: str, source: str, slot: int = 0, use: int = 1) -> Reuse:
+        """The success of a slot of `source`, beside a group."""
+        closed, partition, offset = self.closures[source]
+        assert closed.content_hash is not None
+        ref = GroupRef(source, partition, offset, closed.content_hash, closed.accounts["candidate"], 0)
+        tokens = next(fate.model_tokens for fate in closed.slots if fate.slot == slot)
+        return Reuse(beside, ref, slot, 0.5, use, tokens)
+
+    def set(self, number: int) -> int:
+        """The n-th change of settings by hand; its offset."""
+        chain = Chain(number, digest(self.log.logs["policy", 0][0 if number == 0 else -1].value or b""))
+        self._put("policy", SettingsChanged(**chain.link(), writer="set", changes="{}", changed_ms=self.now))
+        return self.log.end("policy", 0) - 1
 
     def dispose(self, group: str, disposition: str) -> None:
         _, partition, offset = self.closures[group]
@@ -400,7 +423,7 @@ class SyntheticRun:
 
     def version(self, number: int, masked: int = 0, lost: int = 0) -> None:
         """Train batch `number` (0: initial weights) but for `masked` and `lost` tokens of its first group; publish."""
-        counts, offset, value = [], -1, b""
+        counts, reused, offset, value = [], list[GroupCount](), -1, b""
         if number:
             record, manifest = next(
                 (r, e)
@@ -411,6 +434,7 @@ class SyntheticRun:
             for index, ref in enumerate(manifest.groups):
                 out = masked if index == 0 else 0
                 counts.append(GroupCount(ref.group, ref.model_tokens - out - (0 if index else lost), out))
+            reused = [GroupCount(one.group, one.model_tokens - lost, 0) for one in manifest.reused]
         served = digest(b"weights %d" % number)
         version = Version(
             **self.trainer.link(),
@@ -429,6 +453,7 @@ class SyntheticRun:
             metrics={"wait_s": 0.5, "step_s": 1.5},
             fingerprint="{}",
             committed_ms=self.now,
+            reused=tuple(reused),
         )
         self._put("policy", self.trainer.extend(version))
         chunks = []
