@@ -44,7 +44,7 @@ lint: $(STAMP)
 	@$(BIN)/mypy
 
 bench: $(STAMP)
-	@for f in benchmarks/*.py; do m=$${f#benchmarks/}; case $$m in _*|"*.py") continue;; esac; \
+	@for f in benchmarks/*.py; do m=$${f#benchmarks/}; case $$m in _*|harness.py|"*.py") continue;; esac; \
 		echo "== $${m%.py}"; $(BIN)/python -m benchmarks.$${m%.py} --quick; done
 
 clean:
