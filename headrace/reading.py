@@ -168,7 +168,8 @@ def letters_text(letters: DeadLetters) -> str:
 
 def letters_row(letters: DeadLetters) -> dict[str, Any]:
     kinds = [{"kind": kind, "topic": topic, "count": n} for (kind, topic), n in letters.by_kind.most_common()]
-    return jsonable(letters) | {"by_kind": kinds}  # type: ignore[no-any-return]
+    row: dict[str, Any] = jsonable(letters)
+    return row | {"by_kind": kinds}
 
 
 # ------------------------------------------------------------------------------------------------------ the pieces

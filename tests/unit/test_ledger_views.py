@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from headrace.accounting import as_of, ledger_lines, ledger_row, length_rows
@@ -12,7 +13,7 @@ from headrace.consumers.accounts import Accounts, bucket, spread
 from headrace.consumers.asof import AsOf
 from headrace.consumers.facts import LINES_OF_A_KIND, Failures
 from headrace.consumers.ledger import Ledger, audit
-from headrace.schemas.codec import decode
+from headrace.schemas.codec import decode, encode
 from headrace.schemas.errors import SettingsError
 from headrace.schemas.events import DeadLetter, Disposed, Manifest, Position, Version
 from headrace.schemas.outcomes import Account, Closure, Outcome
@@ -90,7 +91,7 @@ def test_clocks_that_differ_never_tear_a_batch_from_what_it_rests_on() -> None:
 def test_the_account_of_an_earlier_moment_closes_also_where_trajectories_were_trimmed_since() -> None:
     log = synthetic_run().log
     for p in range(log.partitions("trajectories")):
-        for record in log.logs["trajectories", p][::4]:
+        for record in log.logs["trajectories", p][::9]:
             trimmed = log.trimmed(("trajectories", p), record.offset)
             for decision in log.logs["batches", 0][:-1]:
                 assert audit(AsOf(trimmed, offset=decision.offset)).failures == [], (record.offset, decision.offset)
@@ -166,9 +167,7 @@ def test_with_few_groups_no_bias_is_claimed() -> None:
 
 
 def test_chance_is_called_a_bias_at_most_as_often_as_the_test_allows() -> None:
-    """Groups are trained or not as a whole, by a coin: siblings share their fate, and no length is at a disadvantage."""
-    import numpy as np
-
+    """Groups are trained or not as a whole, by a coin: siblings share their fate, and no length suffers."""
     random, named = np.random.default_rng(5), 0
     for _ in range(1000):
         accounts = Accounts()
@@ -322,7 +321,5 @@ def test_letters_about_other_topics_excuse_no_event() -> None:
     for record in log.logs[place]:
         letter = decode(record.value)
         assert isinstance(letter, DeadLetter)
-        from headrace.schemas.codec import encode
-
         moved = log.altered(record, place, encode(replace(letter, topic="headrace.synthetic.fleet")))
         assert any("no dead letter" in line for line in audit(moved).failures)
