@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from headrace.schemas.errors import RecordError
+from headrace.schemas.errors import HeadraceError
 from headrace.schemas.events import GroupClosed, SampleChunk
 from headrace.schemas.outcomes import Closure, Source
 from headrace.schemas.payload import content_hash, from_chunks
 from headrace.schemas.topics import SAMPLES
+from headrace.streams.log.blobs import fetched
 
 from .facts import Fact, Failures, address, read_facts
 from .source import LogSource
@@ -77,9 +78,9 @@ class SampleCheck:
 
     def _check_payload(self, chunks: list[SampleChunk], last: Fact[SampleChunk], closure: Fact[GroupClosed]) -> None:
         try:
-            payload = from_chunks(chunks)
+            payload = from_chunks(fetched(chunks))  # what lies in a blob is proven by length and digest
             hashed = content_hash(payload)
-        except (RecordError, ValueError) as error:
+        except (HeadraceError, ValueError) as error:
             self._fail(last, f"the payload of {closure} can't be read: {error}")
             return
         if hashed != closure.event.content_hash:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.schemas.errors import (
+    BlobDamaged,
+    BlobLost,
     CheckpointError,
     EnvironmentFailed,
     HeadraceError,
@@ -21,6 +23,7 @@ from headrace.schemas.errors import (
     ModelError,
     NonFiniteLogprob,
     NoProgress,
+    RecordTooLarge,
     ReplayMismatch,
     RunNotFound,
     SettingsError,
@@ -34,7 +37,8 @@ from .settings import SiteSettings, state_dir
 
 FINAL = 3
 _FINAL_ERRORS = (SettingsError, RunNotFound, ModelError, NoProgress, TasksExhausted, NonFiniteLogprob, ReplayMismatch,
-                 CheckpointError, EnvironmentFailed, InvalidRecord, UndecodableRecord)  # fmt: skip
+                 CheckpointError, EnvironmentFailed, InvalidRecord, UndecodableRecord, BlobLost, BlobDamaged,
+                 RecordTooLarge)  # fmt: skip
 
 Role = Callable[[Mapping[str, Any], RunTopics, RunSettings, SiteSettings, threading.Event, str | None], None]
 

@@ -1,26 +1,38 @@
-"""How an attempt becomes events: numbering, and where spans are cut.
+"""How an attempt becomes events: numbering, where spans are cut, and what is refused at the door.
 
 A span ends when its source, turn or mask changes, at `span_tokens` tokens, after two seconds, or with the episode.
-Model tokens without a finite log-probability are refused here, at the door.
+Model tokens without a finite log-probability are refused, and so are times that can't be and events that no record
+holds. A call takes all it is given or nothing: `Backpressure` means nothing, so the same call may be made again. What
+was taken and can't leave yet waits here, at most one call's worth; the next call sends it first.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
+from headrace.schemas.codec import encode
 from headrace.schemas.columns import pack_float32, pack_int32
-from headrace.schemas.errors import InvalidRecord, ProducerClosed
-from headrace.schemas.events import EpisodeEnded, EpisodeStarted, Event, Span, VersionRun
-from headrace.schemas.outcomes import Boundary, Outcome, Source
+from headrace.schemas.errors import AttemptOver, Backpressure, InvalidRecord, RecordTooLarge
+from headrace.schemas.events import Blob, EpisodeEnded, EpisodeStarted, Event, Span, VersionRun
+from headrace.schemas.outcomes import REASON_DELIVERY_FAILED, Boundary, Outcome, Source
+from headrace.schemas.topics import RECORD_BYTES
+
+from .times import checked_ms, checked_timings
 
 SPAN_AGE_S = 2.0
+SAID = 500  # characters of an error that an event carries
+
+PutBlob = Callable[[bytes], Blob]
+EpisodeEvent = EpisodeStarted | Span | EpisodeEnded
+E = TypeVar("E", bound=EpisodeEvent)
 
 
 class Send(Protocol):
@@ -36,6 +48,9 @@ class Attempt:
     attempt: int
     incarnation: str
 
+    def __str__(self) -> str:
+        return f"{self.group}/{self.slot} attempt {self.attempt}"
+
 
 @dataclass(slots=True)
 class _Open:
@@ -44,76 +59,114 @@ class _Open:
     source: Source
     turn: int
     since: float
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    detail: str | None = None
+    count: int = 0
+    tokens: list[NDArray[Any]] = field(default_factory=list)
+    logprobs: list[NDArray[np.float32]] = field(default_factory=list)
+    versions: list[list[int]] = field(default_factory=list)  # [version, count]
 
 
 class EpisodeWriter:
-    """Writes one attempt. `turn` counts from 0 and is set by the caller's calls to `next_turn`."""
+    """Writes one attempt, span by span, through `send`. `blobs` stores an event's long text that no record holds."""
 
-    def __init__(self, attempt: Attempt, send: Send, span_tokens: int) -> None:
+    def __init__(self, attempt: Attempt, send: Send, span_tokens: int, blobs: PutBlob | None = None) -> None:
         self.attempt = attempt
-        self._send, self._limit = send, span_tokens
+        self._send, self._limit, self._blobs = send, span_tokens, blobs
         self._sequence = 0
         self._turn = 0
         self._open: _Open | None = None
-        self._ended = False
+        self._waiting: deque[Event] = deque()  # numbered, and not yet taken by `send`
+        self._started_ms: int | None = None  # where the caller said so
+        self._over: AttemptOver | None = None
 
     @property
     def ended(self) -> bool:
-        return self._ended
+        return self._over is not None
 
-    def _put(self, event: Event) -> None:
-        self._send(self.attempt.group, event)
-        self._sequence += 1
+    # ------------------------------------------------------------------------------------------------- in
 
     def start(self, *, worker: str, engine: Mapping[str, str], temperature: float, max_new_tokens: int, seed: int,
-              top_p: float = 1.0, top_k: int = 0) -> None:  # fmt: skip
-        """The first event: everything needed to sample the attempt again."""
+              top_p: float = 1.0, top_k: int = 0, started_ms: int | None = None) -> None:  # fmt: skip
+        """The first event: everything needed to sample the attempt again. Raises InvalidRecord for a `started_ms` that
+        can't be."""
+        self._check_open()
+        now = int(time.time() * 1000)
+        if started_ms is not None:
+            started_ms = self._started_ms = checked_ms("started_ms", started_ms, now)
+        if self._sequence:
+            raise InvalidRecord(f"{self.attempt}: started twice, or after its first tokens")
         a = self.attempt
         self._put(EpisodeStarted(a.group, a.slot, a.attempt, a.incarnation, self._sequence, worker,
                                  json.dumps(dict(engine), sort_keys=True), temperature, top_p, top_k, max_new_tokens,
-                                 seed, int(time.time() * 1000)))  # fmt: skip
+                                 seed, now if started_ms is None else started_ms))  # fmt: skip
 
     def model(self, tokens: ArrayLike, logprobs: ArrayLike, version: int) -> None:
         """Tokens int [n] that policy `version` sampled, with their processed log-probabilities float [n], nats.
 
         Raises InvalidRecord where one is missing, not finite, or positive.
         """
+        self._check_open()
         ids, values = np.atleast_1d(np.asarray(tokens)), np.atleast_1d(np.asarray(logprobs, np.float32))
         if ids.shape != values.shape or ids.ndim != 1:
-            raise InvalidRecord(f"{self._where()}: {ids.shape} tokens with {values.shape} logprobs")
+            raise InvalidRecord(f"{self.attempt}: {ids.shape} tokens with {values.shape} logprobs")
         if not np.isfinite(values).all() or (values > 1e-3).any():
-            raise InvalidRecord(f"{self._where()}: model tokens need a finite log-probability of at most 0 each")
+            raise InvalidRecord(f"{self.attempt}: model tokens need a finite log-probability of at most 0 each")
         if version < 0:
-            raise InvalidRecord(f"{self._where()}: model tokens need the policy version that sampled them")
-        self._append(Source.MODEL, ids.tolist(), values.tolist(), [version] * len(ids))
+            raise InvalidRecord(f"{self.attempt}: model tokens need the policy version that sampled them")
+        self._take(Source.MODEL, ids, values, version)
 
-    def context(self, tokens: ArrayLike, source: Source) -> None:
-        """Tokens int [n] that no model of ours sampled: the prompt, or what the environment said."""
-        self._append(source, np.atleast_1d(np.asarray(tokens)).tolist(), [], [])
+    def context(self, tokens: ArrayLike, source: Source, detail: str | None = None, *,
+                ends_turn: bool = False) -> None:  # fmt: skip
+        """Tokens int [n] that no model of ours sampled: the prompt, or what the environment said. `detail` (JSON: tool
+        calls with results) stands in the first span of this call; `ends_turn`: what follows is the next turn.
 
-    def next_turn(self) -> None:
-        self.flush()
-        self._turn += 1
+        Raises RecordTooLarge where no record holds the detail and the run has no blob store, BlobError where it fails.
+        """
+        self._check_open()
+        self._take(source, np.atleast_1d(np.asarray(tokens)), None, -1, detail, ends_turn)
 
-    def _append(self, source: Source, tokens: list[int], logprobs: list[float], versions: list[int]) -> None:
-        if self._ended:
-            raise ProducerClosed(f"{self._where()} has ended")
-        if self._open is not None and self._open.source != source:
-            self.flush()
+    def _take(self, source: Source, ids: NDArray[Any], logprobs: NDArray[np.float32] | None, version: int,
+              detail: str | None = None, ends_turn: bool = False) -> None:  # fmt: skip
+        self._settle()  # Backpressure from here: nothing of this call has been taken
+        blob = None
+        if detail is not None:
+            # Proved on its own first: when the span is cut, the call can no longer be refused.
+            probe = self._fitted(self._span(_Open(source, self._turn, 0.0, detail, 1, [ids[: self._limit]]), None))
+            detail, blob = probe.detail, probe.blob
+        if self._open is not None and (self._open.source != source or detail is not None or blob is not None):
+            self._cut()
         begin = 0
-        while begin < len(tokens):
+        while begin < len(ids) or detail is not None or blob is not None:
             if self._open is None:
                 self._open = _Open(source, self._turn, time.monotonic())
-            part = slice(begin, begin + self._limit - len(self._open.tokens))
-            self._open.tokens += tokens[part]
-            self._open.logprobs += logprobs[part]
-            self._open.versions += versions[part]
-            begin = part.stop
-            if len(self._open.tokens) >= self._limit:
-                self.flush()
+            open_span = self._open
+            end = min(len(ids), begin + self._limit - open_span.count)
+            open_span.tokens.append(ids[begin:end])
+            if logprobs is not None and end > begin:
+                open_span.logprobs.append(logprobs[begin:end])
+                if open_span.versions and open_span.versions[-1][0] == version:
+                    open_span.versions[-1][1] += end - begin
+                else:
+                    open_span.versions.append([version, end - begin])
+            open_span.count += end - begin
+            begin = end
+            if detail is not None or blob is not None:
+                open_span.detail = detail
+                self._cut(blob=blob)
+                detail = blob = None
+            elif open_span.count >= self._limit:
+                self._cut()
+        if ends_turn:
+            self._end_turn()
+        self._leave()
+
+    def next_turn(self) -> None:
+        self._end_turn()
+        self._leave()
+
+    def _end_turn(self) -> None:
+        self._cut()
+        self._turn += 1
 
     def flush_older(self, now: float) -> None:
         """Cut the open span if it has waited for two seconds (`now`: time.monotonic)."""
@@ -121,43 +174,134 @@ class EpisodeWriter:
             self.flush()
 
     def flush(self, stop_reason: str | None = None) -> None:
-        if self._open is None:
-            return
-        span, self._open = self._open, None
-        model = span.source == Source.MODEL
-        a = self.attempt
-        self._put(Span(a.group, a.slot, a.attempt, a.incarnation, self._sequence, span.source, span.turn, -1,
-                       len(span.tokens), _runs(span.versions), stop_reason, None, None, {},
-                       pack_int32(np.array(span.tokens, np.int32)),
-                       pack_float32(np.array(span.logprobs, np.float32)) if model else None, None, None))  # fmt: skip
+        """Cut the open span, and send all that waits. Raises Backpressure where that can't leave yet."""
+        self._cut(stop_reason)
+        self._settle()
 
     def end(self, outcome: Outcome, reason: str, boundary: Boundary = Boundary.NONE, *, reward: float | None = None,
             rewards: Mapping[str, float | None] | None = None, text: str | None = None, stop_reason: str | None = None,
-            timings_ms: Mapping[str, float] | None = None) -> None:  # fmt: skip
-        """The last event. Anything written afterwards raises ProducerClosed."""
-        if self._ended:
-            raise ProducerClosed(f"{self._where()} has ended")
+            timings_ms: Mapping[str, float] | None = None, ended_ms: int | None = None) -> None:  # fmt: skip
+        """The last event. Anything written afterwards raises AttemptOver.
+
+        Raises Backpressure (call it again), InvalidRecord for times that can't be, RecordTooLarge where no record holds
+        the text and the run has no blob store.
+        """
+        self._check_open()
+        now = int(time.time() * 1000)
+        at = now if ended_ms is None else checked_ms("ended_ms", ended_ms, now)
+        if ended_ms is not None and self._started_ms is not None and at < self._started_ms:
+            raise InvalidRecord(f"{self.attempt}: ended_ms = {at} lies before started_ms = {self._started_ms}")
+        timings = checked_timings(timings_ms or {})
         self.flush(stop_reason)
         a = self.attempt
-        self._put(EpisodeEnded(a.group, a.slot, a.attempt, a.incarnation, self._sequence, outcome, reason, boundary,
-                               reward, dict(rewards or {}), (), text, int(time.time() * 1000),
-                               dict(timings_ms or {})))  # fmt: skip
-        self._ended = True
+        event = self._fitted(EpisodeEnded(a.group, a.slot, a.attempt, a.incarnation, self._sequence, outcome, reason,
+                                          boundary, reward, dict(rewards or {}), (), text, at, timings))  # fmt: skip
+        self._send(a.group, event)
+        self._sequence += 1
+        self._over = AttemptOver(f"{self.attempt} has ended ({outcome}: {reason})")
 
-    def abandon(self) -> None:
-        """Write nothing more: the lease is gone, or the process gives the slot back."""
-        self._open, self._ended = None, True
+    def abandon(self, why: AttemptOver | None = None) -> None:
+        """Write nothing more: the lease is gone, or the process gives the slot back. Later calls raise `why`."""
+        self._open = None
+        self._waiting.clear()
+        self._over = why or AttemptOver(f"{self.attempt} was given up")
 
-    def _where(self) -> str:
-        return f"{self.attempt.group}/{self.attempt.slot} attempt {self.attempt.attempt}"
+    def leave(self, outcome: Outcome, reason: str, boundary: Boundary, *, reward: float | None = None,
+              text: str | None = None) -> list[Event]:  # fmt: skip
+        """End the attempt without sending: what is still to be sent, in order, for whoever sends it later."""
+        self._cut()
+        a, said = self.attempt, None if text is None else text[:SAID]
+        ended = EpisodeEnded(a.group, a.slot, a.attempt, a.incarnation, self._sequence, outcome, reason, boundary,
+                             reward, {}, (), said, int(time.time() * 1000), {})  # fmt: skip
+        events = [*self._waiting, ended]
+        self.abandon(AttemptOver(f"{self.attempt} has ended ({outcome}: {reason})"))
+        return events
+
+    # ------------------------------------------------------------------------------------------------- out
+
+    def _check_open(self) -> None:
+        if self._over is not None:
+            raise type(self._over)(str(self._over))
+
+    def _put(self, event: EpisodeEvent) -> None:
+        self._settle()
+        self._send(self.attempt.group, self._fitted(event))
+        self._sequence += 1
+
+    def _cut(self, stop_reason: str | None = None, blob: Blob | None = None) -> None:
+        """The open span joins what waits."""
+        if self._open is None:
+            return
+        span, self._open = self._open, None
+        self._waiting.append(self._span(span, stop_reason, blob))
+        self._sequence += 1
+
+    def _span(self, span: _Open, stop_reason: str | None, blob: Blob | None = None) -> Span:
+        a, model = self.attempt, span.source == Source.MODEL
+        tokens = np.concatenate(span.tokens).astype(np.int32, copy=False)
+        return Span(a.group, a.slot, a.attempt, a.incarnation, self._sequence, span.source, span.turn, -1,
+                    len(tokens), tuple(VersionRun(version, count) for version, count in span.versions), stop_reason,
+                    None, span.detail, {}, pack_int32(tokens),
+                    pack_float32(np.concatenate(span.logprobs)) if model else None, None, None, blob)  # fmt: skip
+
+    def _settle(self) -> None:
+        """Send what waits, in order. Raises Backpressure; what could not leave still waits."""
+        while self._waiting:
+            self._send(self.attempt.group, self._waiting[0])
+            self._waiting.popleft()
+
+    def _leave(self) -> None:
+        """As `_settle`, at the end of a call that has been taken."""
+        try:
+            self._settle()
+        except Backpressure:
+            pass  # the next call says so, before it takes anything
+
+    def _fitted(self, event: E) -> E:
+        """The event as a record holds it: long text moves to the blob store. Raises RecordTooLarge, BlobError."""
+        if _size_at_most(event) <= RECORD_BYTES or (size := len(encode(event))) <= RECORD_BYTES:
+            return event
+        name = "detail" if isinstance(event, Span) else "text"
+        said = f"{self.attempt}: {type(event).__name__} of {size} bytes, and a record holds {RECORD_BYTES}"
+        value = None if isinstance(event, EpisodeStarted) else event.detail if isinstance(event, Span) else event.text
+        if value is None or size - len(data := value.encode()) > RECORD_BYTES:
+            raise RecordTooLarge(f"{said}: make its other fields smaller; nothing of it was written")
+        if self._blobs is None:
+            raise RecordTooLarge(f"{said}: its field `{name}` has {len(data)} bytes; set log.blob_url so that it can "
+                                 "lie beside the log, or shorten it; nothing of it was written")  # fmt: skip
+        changes: dict[str, Any] = {name: None, "blob": self._blobs(data)}
+        return replace(event, **changes)
 
 
-def _runs(versions: Sequence[int]) -> tuple[VersionRun, ...]:
-    """Run-length pairs. [3, 3, 4] -> ((3, 2), (4, 1))."""
-    runs: list[VersionRun] = []
-    for version in versions:
-        if runs and runs[-1].version == version:
-            runs[-1] = VersionRun(version, runs[-1].count + 1)
+def delivery_failed(attempt: Attempt, sequence: int, why: str) -> EpisodeEnded:
+    """How an attempt ends when the broker refused its event number `sequence` for good.
+
+    It takes that number: the log shows an end where the event should be, or the fold saw the gap already.
+    """
+    return EpisodeEnded(attempt.group, attempt.slot, attempt.attempt, attempt.incarnation, sequence,
+                        Outcome.INFRA_FAILURE, REASON_DELIVERY_FAILED, Boundary.LOG, None, {}, (), why[:SAID],
+                        int(time.time() * 1000), {})  # fmt: skip
+
+
+def never_started(attempt: Attempt, reason: str) -> EpisodeEnded:
+    """How an attempt ends of which nothing was written."""
+    return EpisodeEnded(attempt.group, attempt.slot, attempt.attempt, attempt.incarnation, 0, Outcome.INFRA_FAILURE,
+                        reason, Boundary.PRODUCER, None, {}, (), None, int(time.time() * 1000), {})  # fmt: skip
+
+
+def _size_at_most(event: EpisodeEvent) -> int:
+    """A bound on the encoded size that costs little: most events are far below any limit."""
+    size = 100
+    for one in fields(event):
+        value = getattr(event, one.name)
+        if isinstance(value, str):
+            size += 10 + 4 * len(value)
+        elif isinstance(value, bytes):
+            size += 10 + len(value)
+        elif isinstance(value, Sequence):
+            size += 10 + 20 * len(value)
+        elif isinstance(value, dict):
+            size += 10 + sum(20 + 4 * len(key) for key in value)
         else:
-            runs.append(VersionRun(version, 1))
-    return tuple(runs)
+            size += 10
+    return size

@@ -1,7 +1,8 @@
 """The bounded way out: events leave in order, exactly once, or the caller is told.
 
-An idempotent producer with an endless delivery time-out and a bounded queue. A full queue is `Backpressure`: nothing
-was taken, try again. A delivery that fails for good is kept for whoever owns the attempt (`failures`).
+An idempotent producer with an endless delivery time-out, behind a queue that is bounded in bytes. A full queue is
+`Backpressure`: nothing was taken, try again. An event that the broker refuses for good is a `Failure`, which whoever
+owns the attempt must take and act upon. Whatever has not been sent is known by episode, until the process ends.
 """
 
 from __future__ import annotations
@@ -9,78 +10,159 @@ from __future__ import annotations
 import atexit
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message
 
 from headrace.schemas.codec import encode
-from headrace.schemas.errors import Backpressure, ProducerClosed
-from headrace.schemas.events import Event
+from headrace.schemas.errors import Backpressure, ProducerClosed, RecordTooLarge
+from headrace.schemas.events import EpisodeEnded, EpisodeStarted, Event, Lease, Span
+from headrace.schemas.topics import RECORD_BYTES
 from headrace.streams.log import clients
 
+from .episodes import Attempt
+
 MAX_QUEUE_BYTES = 64 << 20
+EVENT_BYTES = 1024  # what an event costs in memory beside its value: the client's and our bookkeeping
+NAMED = 8  # episodes that a message names
+
+_EPISODE = (Span, EpisodeStarted, EpisodeEnded)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An event that will never be on the log. `attempt` and `sequence` are None and -1 where it belongs to none."""
+
+    key: str | None
+    kind: str
+    attempt: Attempt | None
+    sequence: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """Events that are not on the log (yet), by episode; by kind where they belong to none."""
+
+    by_episode: Mapping[str, int]
+
+    @property
+    def events(self) -> int:
+        return sum(self.by_episode.values())
+
+    def __str__(self) -> str:
+        first = ", ".join(f"{name} ({count})" for name, count in list(self.by_episode.items())[:NAMED])
+        more = len(self.by_episode) - NAMED
+        return f"{self.events} events unsent" + (f": {first}" if first else "") + (f" and {more} more" * (more > 0))
 
 
 class Outbox:
     """One per process. Not for use from several threads at once."""
 
     def __init__(self, kafka: Mapping[str, Any], max_bytes: int = MAX_QUEUE_BYTES) -> None:
-        self._producer = clients.producer(kafka, **{"queue.buffering.max.kbytes": max(1, max_bytes >> 10)})
+        # Our own bound comes first: it counts what small events cost, and says whose they are.
+        self._producer = clients.producer(kafka, **{
+            "queue.buffering.max.kbytes": max(1, (max_bytes >> 10) + (2 * RECORD_BYTES >> 10)),
+            "queue.buffering.max.messages": max(1, max_bytes // EVENT_BYTES) + 1,
+        })  # fmt: skip
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._unsent: Counter[str] = Counter()
+        self._failures: list[Failure] = []
         self._broken: KafkaError | None = None
         self._closed = False
-        self._unsent = 0  # the client's own count includes what it has to say to its logger
-        self.failures: list[tuple[str, str]] = []  # (key, reason) of events that will never be delivered
         atexit.register(self._left_open)
 
+    @property
+    def unsent(self) -> Unsent:
+        return Unsent({name: count for name, count in self._unsent.items() if count})
+
     def put(self, topic: str, key: str | None, event: Event, wait_s: float = 0.0) -> None:
-        """Queue an event. Raises Backpressure where the queue stays full for `wait_s`, ProducerClosed afterwards."""
-        if self._closed or self._broken is not None:
-            raise ProducerClosed(f"the outbox is closed{f' ({self._broken.str()})' if self._broken else ''}; "
-                                 "open a new producer")  # fmt: skip
+        """Queue an event. Raises Backpressure where the queue stays full for `wait_s`, RecordTooLarge where no record
+        holds it, ProducerClosed after `close` or a fatal error. Nothing was taken then."""
+        if self._closed:
+            raise ProducerClosed("the producer is closed: open a new one")
         value = encode(event)
+        if len(value) > RECORD_BYTES:
+            raise RecordTooLarge(f"{_name(event)}: {type(event).__name__} of {len(value)} bytes, and a record holds "
+                                 f"{RECORD_BYTES}; nothing of it was written")  # fmt: skip
+        size = len(value) + EVENT_BYTES
         end = time.monotonic() + wait_s
         while True:
-            try:
-                self._producer.produce(topic, value=value, key=None if key is None else key.encode(),
-                                       on_delivery=self._delivered)  # fmt: skip
-                self._unsent += 1
+            self._producer.poll(0)
+            if self._broken is not None:
+                raise ProducerClosed(f"the producer failed ({self._broken.str()}): open a new one")
+            # One event alone is always let in, or it could never leave.
+            if (self._bytes + size <= self._max_bytes or not self._bytes) and self._produce(topic, key, event, value):
                 return
-            except BufferError as error:
-                if time.monotonic() >= end:
-                    raise Backpressure(
-                        f"{self._unsent} events wait for the broker and the queue is full: try again later; "
-                        "nothing was lost"
-                    ) from error
-                self._producer.poll(0.05)
-            except KafkaException as error:
-                self._broken = error.args[0]
-                raise ProducerClosed(f"the producer failed: {error.args[0].str()}; open a new one") from error
+            if time.monotonic() >= end:
+                raise Backpressure(f"{self.unsent.events} events ({self._bytes >> 10} kB) wait for the broker and the "
+                                   "queue is full: make the same call again later; nothing was lost")  # fmt: skip
+            self._producer.poll(0.05)
 
-    def _delivered(self, error: KafkaError | None, message: Message) -> None:
-        self._unsent -= 1
-        if error is not None:
-            key = message.key()
-            self.failures.append((key.decode() if isinstance(key, bytes) else "", error.str()))
-            if error.fatal():
-                self._broken = error
+    def _produce(self, topic: str, key: str | None, event: Event, value: bytes) -> bool:
+        owner, size = _name(event), len(value) + EVENT_BYTES
+        attempt, sequence = _attempt(event)
+        kind = type(event).__name__  # and not the event itself: it would be held until it is delivered
 
-    def poll(self) -> None:
-        """Serve delivery reports. Call it now and then; `put` only does so when the queue is full."""
-        self._producer.poll(0)
+        def delivered(error: KafkaError | None, message: Message) -> None:
+            self._bytes -= size
+            self._unsent[owner] -= 1
+            if not self._unsent[owner]:
+                del self._unsent[owner]
+            if error is not None:
+                self._failures.append(Failure(key, kind, attempt, sequence, f"{error.str()} [{error.name()}]"))
+                if error.fatal():
+                    self._broken = error
 
-    def flush(self, timeout_s: float) -> int:
-        """Wait for deliveries; returns how many events are still unsent."""
+        try:
+            self._producer.produce(topic, value=value, key=None if key is None else key.encode(), on_delivery=delivered)
+        except BufferError:
+            return False
+        except KafkaException as error:
+            self._broken = error.args[0]
+            raise ProducerClosed(f"the producer failed ({clients.reason(error)}): open a new one") from error
+        self._bytes += size
+        self._unsent[owner] += 1
+        return True
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Serve delivery reports."""
+        self._producer.poll(timeout_s)
+
+    def take_failures(self) -> list[Failure]:
+        """Events that will never be delivered, each once; the first of an attempt is the one with the lowest number."""
+        taken, self._failures = self._failures, []
+        return sorted(taken, key=lambda failure: failure.sequence)
+
+    def flush(self, timeout_s: float) -> Unsent:
+        """Wait for deliveries; what is still unsent."""
         self._producer.flush(timeout_s)
-        return self._unsent
+        return self.unsent
 
-    def close(self, timeout_s: float = 30.0) -> int:
-        """Drain; returns how many events could not be sent within the deadline."""
+    def close(self, timeout_s: float = 30.0) -> Unsent:
+        """Drain; what could not be sent within the deadline."""
         self._closed = True
         atexit.unregister(self._left_open)
         return self.flush(timeout_s)
 
     def _left_open(self) -> None:
-        if self._unsent:
-            print(f"headrace: this process ends with {self._unsent} events unsent; close() the producer first",
-                  file=sys.stderr)  # fmt: skip
+        self._producer.poll(0)
+        print(f"headrace: this process ends without closing its producer, with {self.unsent}; call close() first",
+              file=sys.stderr)  # fmt: skip
+
+
+def _attempt(event: Event) -> tuple[Attempt | None, int]:
+    if isinstance(event, _EPISODE):
+        return Attempt(event.group, event.slot, event.attempt, event.incarnation), event.sequence
+    return None, -1
+
+
+def _name(event: Event) -> str:
+    attempt, _ = _attempt(event)
+    if attempt is not None:
+        return str(attempt)
+    return f"{event.group} opening" if isinstance(event, Lease) else type(event).__name__

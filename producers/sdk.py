@@ -10,214 +10,316 @@
                     episode.finish(reward=1.0)
 
 A managed producer asks the coordinator for a group and is answered with a lease. An unmanaged one (shadow mode) writes
-the opening record itself: its groups are in ledger, tables and report, and never in a batch. An episode that raises
-ends as an infrastructure failure; its siblings go on. Closing drains, and says what could not be sent.
+the opening record itself: its groups are in ledger, tables and report, and never in a batch. Every episode that began
+ends on the log: one that raises as an infrastructure failure (its siblings go on), one whose events the broker refuses
+as `delivery_failed`. A call raises `Backpressure` where it can't take anything now: make the same call again later.
+Closing drains, and says what could not be sent.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from numpy.typing import ArrayLike
-
-from headrace.schemas.codec import decode
-from headrace.schemas.errors import HeadraceError, NoProgress, UndecodableRecord
-from headrace.schemas.events import Assignment, Event, GroupSpec, Heartbeat, Lease, LeaseRequest, Task
-from headrace.schemas.outcomes import REASON_PRODUCER_RAISED, Boundary, Outcome, Purpose, Source
+from headrace.schemas.errors import (
+    AttemptOver,
+    Backpressure,
+    DeliveryFailed,
+    HeadraceError,
+    NoProgress,
+    ProducerClosed,
+    Undelivered,
+)
+from headrace.schemas.events import Assignment, Event, GroupSpec, Heartbeat, Lease, LeaseEnded, Task
+from headrace.schemas.outcomes import (
+    REASON_NEVER_STARTED,
+    REASON_PRODUCER_CLOSED,
+    Boundary,
+    Outcome,
+    Purpose,
+)
 from headrace.schemas.settings import RunSettings
-from headrace.schemas.topics import FLEET, TASKS, TRAJECTORIES, RunTopics
+from headrace.schemas.topics import FLEET, TRAJECTORIES, RunTopics
+from headrace.streams.log.blobs import open_blobs
 from headrace.streams.log.policy import open_settings
-from headrace.streams.log.reader import Reader, end_offsets
 
-from .episodes import Attempt, EpisodeWriter
-from .outbox import Outbox
+from .backlog import MAX_UNASSEMBLED, Unassembled, candidates_waiting
+from .episodes import Attempt, EpisodeWriter, never_started
+from .groups import Episode, Group
+from .outbox import MAX_QUEUE_BYTES, Failure, Outbox, Unsent
+from .refusals import Refusals
+from .requests import Requests, hand_back
+
+log = logging.getLogger("headrace.producer")
 
 HEARTBEAT_S = 1.0
-
-
-class Episode:
-    """One attempt of one slot, being written."""
-
-    def __init__(self, writer: EpisodeWriter, worker: str) -> None:
-        self._writer, self._worker = writer, worker
-
-    @property
-    def ended(self) -> bool:
-        return self._writer.ended
-
-    def start(self, *, temperature: float, max_new_tokens: int, seed: int, engine: Mapping[str, str] | None = None,
-              top_p: float = 1.0, top_k: int = 0) -> None:  # fmt: skip
-        """How the attempt is sampled. Call it first."""
-        self._writer.start(worker=self._worker, engine=engine or {}, temperature=temperature, top_p=top_p, top_k=top_k,
-                           max_new_tokens=max_new_tokens, seed=seed)  # fmt: skip
-
-    def prompt(self, tokens: ArrayLike) -> None:
-        """Prompt token ids, int [n]."""
-        self._writer.context(tokens, Source.PROMPT)
-
-    def model(self, tokens: ArrayLike, logprobs: ArrayLike, version: int) -> None:
-        """Sampled ids int [n] with processed logprobs float [n] (nats), all by policy `version`. Raises InvalidRecord
-        where a logprob is missing or not finite."""
-        self._writer.model(tokens, logprobs, version)
-
-    def environment(self, tokens: ArrayLike) -> None:
-        """What the environment answered, int [n]; the next model tokens belong to the next turn."""
-        self._writer.context(tokens, Source.ENVIRONMENT)
-        self._writer.next_turn()
-
-    def finish(self, reward: float | None, outcome: Outcome | None = None, *, reason: str = "finished",
-               rewards: Mapping[str, float | None] | None = None, text: str | None = None) -> None:  # fmt: skip
-        """End the attempt. Without `outcome`: success where the reward is positive; no reward means that the scorer
-        failed, which never trains."""
-        if outcome is None:
-            if reward is None:
-                self._writer.end(Outcome.INFRA_FAILURE, "scorer_failed", Boundary.SCORER, text=text)
-                return
-            outcome = Outcome.MODEL_SUCCESS if reward > 0 else Outcome.MODEL_FAILURE
-        self._writer.end(outcome, reason, reward=reward, rewards=rewards, text=text)
-
-
-class Group:
-    """A leased (or unmanaged) group."""
-
-    def __init__(self, producer: Producer, lease: Lease) -> None:
-        self._producer, self.lease = producer, lease
-
-    @property
-    def id(self) -> str:
-        return self.lease.group
-
-    @property
-    def task(self) -> Task:
-        return self.lease.task
-
-    @property
-    def slots(self) -> list[int]:
-        return [assignment.slot for assignment in self.lease.assignments]
-
-    @contextmanager
-    def episode(self, slot: int) -> Iterator[Episode]:
-        attempts = {a.slot: a.attempt for a in self.lease.assignments}
-        if slot not in attempts:
-            raise HeadraceError(f"group {self.id}: slot {slot} isn't leased here (slots: {self.slots})")
-        episode = self._producer._episode(Attempt(self.id, slot, attempts[slot], self.lease.incarnation))
-        try:
-            yield episode
-        except Exception as error:
-            if not episode.ended:
-                episode._writer.end(Outcome.INFRA_FAILURE, REASON_PRODUCER_RAISED, Boundary.PRODUCER,
-                                    text=f"{type(error).__name__}: {error}"[:500])  # fmt: skip
-            raise
-        if not episode.ended:
-            episode._writer.end(Outcome.UNKNOWN, "never_finished", Boundary.PRODUCER)
+DRAIN_POLL_S = 0.05
 
 
 class Producer:
-    """Use `open_producer`. One thread writes; a second one, of ours, sends heartbeats."""
+    """Use `open_producer`. Any thread may open groups and episodes; one of ours sends heartbeats."""
 
     def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, *, unmanaged: bool,
-                 worker: str | None = None) -> None:  # fmt: skip
-        self._topics, self._settings, self._unmanaged = topics, settings, unmanaged
+                 worker: str | None = None, max_unassembled: int = MAX_UNASSEMBLED,
+                 max_bytes: int = MAX_QUEUE_BYTES) -> None:  # fmt: skip
+        self._kafka, self._topics, self._settings = kafka, topics, settings
         self.incarnation = uuid.uuid4().hex
         self.worker = worker or f"sdk-{self.incarnation[:8]}"
-        self._outbox = Outbox(kafka)
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
+        blobs = open_blobs(settings.log, topics.run)
+        self._put_blob = None if blobs is None else blobs.put
+        self._lock = threading.RLock()  # guards all of the following
+        self._later: deque[tuple[str, str, Event]] = deque()  # what must leave as soon as it can, in order
+        self._refusals = Refusals()
+        self._over: dict[Attempt | str, AttemptOver] = {}  # attempts, and whole groups, that take no more events
+        self._writers: dict[Attempt, EpisodeWriter] = {}
         self._opened = 0
-        self._tasks: Reader | None = None
-        if not unmanaged:
-            name = topics.name(TASKS)
-            # Before the first heartbeat: an older lease can't name this incarnation, and a newer one is not missed.
-            self._tasks = Reader(kafka, {(name, 0): end_offsets(kafka, name)[0]})
+        self._closed = False
+        self._stop = threading.Event()
+        self._heart: threading.Thread | None = None
+        self._requests: Requests | None = None
+        self._unassembled: Unassembled | None = None
+        self._opening = threading.Lock()
+        if unmanaged:
+            self._unassembled = Unassembled(kafka, topics, max_unassembled)
+        else:
+            self._requests = Requests(kafka, topics, self.worker, self.incarnation, ask=self._ask,
+                                      later=self._to_fleet, ended=self._lease_ended)  # fmt: skip
+        self._outbox = Outbox(kafka, max_bytes)
+        if self._requests is not None:
             self._heart = threading.Thread(target=self._beat, daemon=True, name="headrace-heartbeat")
             self._heart.start()
 
     def __enter__(self) -> Producer:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except Undelivered as undelivered:
+            if error is None:
+                raise
+            log.error("%s", undelivered)  # the body's own error says more
 
     @contextmanager
     def group(self, task: Task | str | None = None, size: int | None = None, *, purpose: Purpose = Purpose.TRAIN,
-              timeout_s: float = 60.0) -> Iterator[Group]:  # fmt: skip
-        """A group of `size` slots. Managed: `task` may name a task of the run's source; raises NoProgress where the
-        coordinator doesn't answer in time (it is full, or not running). Unmanaged: `task` is needed."""
-        yield Group(self, self._open(task, size) if self._unmanaged else self._request(task, size, purpose, timeout_s))
+              version: int | None = None, wait_s: float = 60.0) -> Iterator[Group]:  # fmt: skip
+        """A group of `size` slots. Managed: `task` may name a task of the run's source. Unmanaged: `task` is needed.
+        `version` pins an evaluation: sample with exactly that one.
 
-    def _open(self, task: Task | str | None, size: int | None) -> Lease:
+        Raises Backpressure where there is no room within `wait_s`: too many candidates wait for the trainer (managed),
+        too many groups of this producer wait for the assembler (unmanaged), or the queue is full; ask again later.
+        Raises NoProgress where nothing waits and the coordinator doesn't answer.
+        """
+        group = Group(self, self._open(task, size, wait_s) if self._unassembled is not None
+                      else self._request(task, size, purpose, version, wait_s))  # fmt: skip
+        try:
+            yield group
+        finally:
+            group.close()
+
+    def _open(self, task: Task | str | None, size: int | None, wait_s: float = 60.0) -> Lease:
         if not isinstance(task, Task):
             raise HeadraceError("an unmanaged producer opens groups itself: give it the Task")
+        assert self._unassembled is not None
         spec = self._settings.spec()
         size = size or spec.group_size
         spec = GroupSpec(size, 0, 1, 1, spec.deadline_s, spec.max_age_s, spec.on_deadline, spec.zero_variance,
                          spec.max_tokens)  # fmt: skip
-        lease = Lease(f"u-{self.incarnation[:12]}-{self._opened}", self._opened, True, True, self.worker,
-                      self.incarnation, Purpose.TRAIN, 0, tuple(Assignment(s, 0) for s in range(size)), spec, task,
-                      0, None)  # fmt: skip
-        self._opened += 1
-        self._send(lease.group, lease)
+        with self._opening:
+            self._unassembled.make_room(wait_s)
+            lease = Lease(f"u-{self.incarnation[:12]}-{self._opened}", self._opened, True, True, self.worker,
+                          self.incarnation, Purpose.TRAIN, 0, tuple(Assignment(s, 0) for s in range(size)), spec, task,
+                          0, None)  # fmt: skip
+            with self._lock:
+                self._serve()
+                self._outbox.put(self._topics.name(TRAJECTORIES), lease.group, lease)
+            self._opened += 1
+            self._unassembled.opened(lease.group)
         return lease
 
-    def _request(self, task: Task | str | None, size: int | None, purpose: Purpose, timeout_s: float) -> Lease:
-        assert self._tasks is not None
-        request = LeaseRequest(uuid.uuid4().hex, self.worker, self.incarnation,
-                               task.id if isinstance(task, Task) else task, size, purpose, None)  # fmt: skip
-        with self._lock:
-            self._outbox.put(self._topics.name(FLEET), self.worker, request, wait_s=timeout_s)
-        end = time.monotonic() + timeout_s
-        while time.monotonic() < end:
-            for record in self._tasks.poll(100, 0.2):
-                try:
-                    lease = decode(record.value)
-                except UndecodableRecord:
-                    continue
-                if isinstance(lease, Lease) and lease.request == request.request:
-                    return lease
-        raise NoProgress(f"the coordinator gave no group within {timeout_s:g} s: it isn't running, has no room "
-                         f"(see `headrace status {self._topics.run}`), or doesn't know the task")  # fmt: skip
+    def _request(self, task: Task | str | None, size: int | None, purpose: Purpose, version: int | None,
+                 wait_s: float) -> Lease:  # fmt: skip
+        assert self._requests is not None
+        named = task.id if isinstance(task, Task) else task
+        lease = self._requests.group((named, size, purpose, version), wait_s)
+        if lease is not None:
+            return lease
+        said = f"the coordinator gave no group within {wait_s:g} s"
+        where = f"see `headrace status {self._topics.run}`"
+        try:
+            waiting, unpublished = candidates_waiting(self._kafka, self._topics)
+        except HeadraceError as error:
+            raise NoProgress(f"{said}, and why is not to be had ({error})") from error
+        if waiting or unpublished:
+            raise Backpressure(f"{said}: {waiting} candidates wait for a batch and {unpublished} batches for the "
+                               f"trainer ({where}); ask again later, the request stands")  # fmt: skip
+        raise NoProgress(f"{said}: it isn't running, has no room because all of it is in open groups, or doesn't know "
+                         f"the task ({where})")  # fmt: skip
 
-    def _episode(self, attempt: Attempt) -> Episode:
-        return Episode(EpisodeWriter(attempt, self._send, self._settings.log.span_tokens), self.worker)
+    # ------------------------------------------------------------------------------------------------- episodes
 
-    def _send(self, key: str, event: Event) -> None:
+    def begin(self, attempt: Attempt) -> Episode:
+        """The attempt, to be written. Raises ProducerClosed."""
+        def send(key: str, event: Event) -> None:
+            with self._lock:
+                self._serve()
+                over = self._over.get(attempt) or self._over.get(attempt.group)
+                if over is None:
+                    self._outbox.put(self._topics.name(TRAJECTORIES), key, event)
+                    return
+            writer.abandon(over)
+            raise over
+
+        writer = EpisodeWriter(attempt, send, self._settings.log.span_tokens, self._put_blob)
         with self._lock:
-            self._outbox.poll()
-            self._outbox.put(self._topics.name(TRAJECTORIES), key, event)
+            if self._closed:
+                raise ProducerClosed("the producer is closed: open a new one")
+            self._writers[attempt] = writer
+        return Episode(writer, self.worker)
+
+    def end(self, writer: EpisodeWriter, outcome: Outcome, reason: str, boundary: Boundary = Boundary.PRODUCER, *,
+            reward: float | None = None, text: str | None = None) -> None:  # fmt: skip
+        """End an attempt unless it has ended; what can't leave now leaves as soon as it can."""
+        with self._lock:
+            if not self._settled(writer):
+                events = writer.leave(outcome, reason, boundary, reward=reward, text=text)
+                self._later += [(self._topics.name(TRAJECTORIES), writer.attempt.group, event) for event in events]
+                self._serve()
+
+    def _settled(self, writer: EpisodeWriter) -> bool:
+        """Whether the attempt has its end already."""
+        self._writers.pop(writer.attempt, None)
+        over = self._over.get(writer.attempt) or self._over.get(writer.attempt.group)
+        if over is not None and not writer.ended:
+            writer.abandon(over)
+        return writer.ended
+
+    def give_back(self, lease: Lease, attempts: list[Attempt]) -> None:
+        """Slots of a lease that will not be run."""
+        with self._lock:
+            if self._closed:
+                return  # heartbeats have stopped: the coordinator takes the lease back
+            if lease.unmanaged:
+                self._later += [(self._topics.name(TRAJECTORIES), lease.group,
+                                 never_started(attempt, REASON_NEVER_STARTED)) for attempt in attempts]  # fmt: skip
+            else:
+                self._to_fleet(hand_back(lease, tuple(attempt.slot for attempt in attempts)))
+            self._serve()
+
+    # ------------------------------------------------------------------------------------------------- out
+
+    def _ask(self, event: Event) -> None:
+        with self._lock:
+            self._outbox.put(self._topics.name(FLEET), self.worker, event)
+
+    def _to_fleet(self, event: Event) -> None:
+        with self._lock:
+            self._later.append((self._topics.name(FLEET), self.worker, event))
+
+    def _lease_ended(self, ended: LeaseEnded) -> None:
+        with self._lock:
+            for slot in ended.slots:
+                attempt = Attempt(ended.group, slot, 0, self.incarnation)  # a requested group has one attempt a slot
+                said = f"{attempt}: the coordinator took its lease back ({ended.reason})"
+                self._over.setdefault(attempt, AttemptOver(said))
+
+    def _serve(self) -> None:
+        """Act on what the broker said, and send what is to leave as soon as it can. With the lock held."""
+        self._outbox.poll()
+        for failure in self._outbox.take_failures():
+            self._refused(failure)
+        while self._later:
+            try:
+                self._outbox.put(*self._later[0])
+            except Backpressure:
+                return
+            self._later.popleft()
+
+    def _refused(self, failure: Failure) -> None:
+        owner = failure.attempt or failure.key
+        log.error("the broker refused a %s of %s for good: %s", failure.kind, owner, failure.reason)
+        if failure.attempt is None and failure.kind != Lease.__name__:
+            return  # a heartbeat, a request: the next one tells the same
+        if owner is not None and owner not in self._over:
+            self._over[owner] = DeliveryFailed(f"{owner}: the broker refused event {failure.sequence} "
+                                               f"({failure.kind}) for good: {failure.reason}; it has ended as an "
+                                               "infrastructure failure")  # fmt: skip
+        if (end := self._refusals.end_for(failure)) is not None:
+            self._later.append((self._topics.name(TRAJECTORIES), end.group, end))
 
     def _beat(self) -> None:
+        beat = Heartbeat(self.worker, self.incarnation, 0, 0, 0, False, json.dumps({}), {})
+        assert self._requests is not None
         while not self._stop.is_set():
-            beat = Heartbeat(self.worker, self.incarnation, 0, 0, 0, False, json.dumps({}), {})
-            with self._lock:
-                if not self._stop.is_set():
+            try:
+                with self._lock:
+                    if self._stop.is_set():
+                        return
+                    self._serve()
                     self._outbox.put(self._topics.name(FLEET), self.worker, beat)
-                    self._outbox.poll()
+                self._requests.serve()
+            except Backpressure:
+                pass  # the broker is away: the next heartbeat says the same
+            except HeadraceError as error:
+                log.error("no more heartbeats: %s", error)
+                return
             self._stop.wait(HEARTBEAT_S)
 
     def flush(self, timeout_s: float = 30.0) -> int:
-        """Wait until everything is on the log; how many events are not."""
-        with self._lock:
-            return self._outbox.flush(timeout_s)
+        """Wait until every event that was cut is on the log; how many are not."""
+        return self._drain(timeout_s).events
+
+    def _drain(self, timeout_s: float) -> Unsent:
+        end = time.monotonic() + timeout_s
+        while True:
+            with self._lock:  # not for long: heartbeats go on
+                self._serve()
+                if not (unsent := self._unsent()).events or time.monotonic() >= end:
+                    return unsent
+                self._outbox.poll(DRAIN_POLL_S)
+
+    def _unsent(self) -> Unsent:
+        by_episode = dict(self._outbox.unsent.by_episode)
+        for _, key, _ in self._later:
+            by_episode[key] = by_episode.get(key, 0) + 1
+        return Unsent(by_episode)
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Drain. Raises NoProgress that says how many events are unsent after `timeout_s`."""
+        """Drain. Episodes that are still open end as infrastructure failures. Raises Undelivered that says, by episode,
+        what is unsent after `timeout_s`."""
         self._stop.set()
         with self._lock:
-            unsent = self._outbox.close(timeout_s)
-        if self._tasks is not None:
-            self._tasks.close()
-        if unsent:
-            raise NoProgress(f"{unsent} events could not be sent within {timeout_s:g} s: the broker doesn't take them")
+            if self._closed:
+                return
+            for writer in list(self._writers.values()):
+                self.end(writer, Outcome.INFRA_FAILURE, REASON_PRODUCER_CLOSED)
+            self._closed = True
+        if self._heart is not None and self._heart is not threading.current_thread():
+            self._heart.join(10 * HEARTBEAT_S)
+        unsent = self._drain(timeout_s)
+        with self._lock:
+            self._outbox.close(0.0)
+        if self._requests is not None:
+            self._requests.close()
+        if self._unassembled is not None:
+            self._unassembled.close()
+        if unsent.events:
+            raise Undelivered(f"{unsent} within {timeout_s:g} s: the broker doesn't take them", unsent.by_episode)
 
 
 def open_producer(run: str, kafka: Mapping[str, Any], *, prefix: str = "headrace", unmanaged: bool = False,
-                  worker: str | None = None) -> Producer:  # fmt: skip
-    """Raises RunNotFound, BrokerUnreachable."""
+                  worker: str | None = None, max_unassembled: int = MAX_UNASSEMBLED,
+                  max_bytes: int = MAX_QUEUE_BYTES) -> Producer:  # fmt: skip
+    """`max_bytes` of events may wait for the broker; `max_unassembled` groups of an unmanaged producer for the
+    assembler. Raises RunNotFound, BrokerUnreachable, SettingsError where the run's blob store can't be opened here."""
     topics = RunTopics(run, prefix)
-    return Producer(kafka, topics, open_settings(kafka, topics).settings, unmanaged=unmanaged, worker=worker)
+    settings = open_settings(kafka, topics).settings
+    return Producer(kafka, topics, settings, unmanaged=unmanaged, worker=worker, max_unassembled=max_unassembled,
+                    max_bytes=max_bytes)  # fmt: skip

@@ -21,12 +21,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.schemas.codec import decode
-from headrace.schemas.errors import EngineError, UndecodableRecord
+from headrace.schemas.errors import BlobError, EngineError, RecordTooLarge, UndecodableRecord
 from headrace.schemas.events import Event, HandBack, Heartbeat, Lease, LeaseEnded
 from headrace.schemas.outcomes import (
+    REASON_BLOB_FAILED,
     REASON_HANDED_BACK,
     REASON_LENGTH,
     REASON_PROMPT_TOO_LONG,
+    REASON_RECORD_TOO_LARGE,
     REASON_STOP,
     Boundary,
     Outcome,
@@ -35,6 +37,7 @@ from headrace.schemas.outcomes import (
 )
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import FLEET, TASKS, TRAJECTORIES, RunTopics
+from headrace.streams.log.blobs import open_blobs
 from headrace.streams.log.reader import Reader, end_offsets
 
 from .engines import Engine, GenerationRequest, Progress, Sampling
@@ -42,6 +45,7 @@ from .environments.host import EnvironmentHost, Reply
 from .episodes import Attempt, EpisodeWriter
 from .outbox import Outbox
 from .receiver import Receiver
+from .refusals import Refusals
 
 log = logging.getLogger("headrace.worker")
 
@@ -80,6 +84,9 @@ class Worker:
         self.name, self.incarnation = name, incarnation
         self._capacity = capacity
         self._outbox = Outbox(kafka)
+        self._refusals = Refusals()
+        blobs = open_blobs(settings.log, topics.run)
+        self._put_blob = None if blobs is None else blobs.put
         self._host = EnvironmentHost(settings.tasks.source)
         self._asked: dict[int, list[_Job]] = {}  # by request number of the environment host
         self._ready: collections.deque[_Job] = collections.deque()  # prompt known, not yet submitted
@@ -115,6 +122,7 @@ class Worker:
         if progress:
             self._receiver.sampled(progress[-1].version)
         self._outbox.poll()
+        self._take_refusals()
         now = time.monotonic()
         for job in self._decoding.values():
             job.writer.flush_older(now)
@@ -142,8 +150,8 @@ class Worker:
         self._host.close()
         self._tasks.close()
         unsent = self._outbox.close()
-        if unsent:
-            log.error("worker %s ends with %d events unsent: the broker doesn't take them", self.name, unsent)
+        if unsent.events:
+            log.error("worker %s ends with %s: the broker doesn't take them", self.name, unsent)
 
     # ------------------------------------------------------------------------------------------------- leases
 
@@ -165,8 +173,8 @@ class Worker:
         jobs = []
         for assignment in lease.assignments:
             attempt = Attempt(lease.group, assignment.slot, assignment.attempt, self.incarnation)
-            job = _Job(lease, attempt, EpisodeWriter(attempt, self._send, self._settings.log.span_tokens),
-                       time.monotonic())  # fmt: skip
+            writer = EpisodeWriter(attempt, self._send, self._settings.log.span_tokens, self._put_blob)
+            job = _Job(lease, attempt, writer, time.monotonic())
             self._jobs[job.key] = job
             if self._draining:
                 self._hand_back(job)
@@ -209,7 +217,7 @@ class Worker:
     def _failed_to_start(self, job: _Job, reply: Reply) -> None:
         assert reply.failed is not None
         self._start_writer(job)
-        job.writer.end(Outcome.INFRA_FAILURE, reply.failed.reason, Boundary(reply.failed.boundary),
+        self._end(job, Outcome.INFRA_FAILURE, reply.failed.reason, Boundary(reply.failed.boundary),
                        text=reply.failed.message)  # fmt: skip
         self._forget(job)
 
@@ -222,16 +230,24 @@ class Worker:
             "scorer": (time.monotonic() - job.finished) * 1e3,
         }
         if reply.failed is not None:
-            job.writer.end(Outcome.INFRA_FAILURE, reply.failed.reason, Boundary(reply.failed.boundary), text=text,
+            self._end(job, Outcome.INFRA_FAILURE, reply.failed.reason, Boundary(reply.failed.boundary), text=text,
                            timings_ms=timings)  # fmt: skip
         else:
             assert reply.verdict is not None
             verdict = reply.verdict
             outcome = Outcome.MODEL_SUCCESS if verdict.success else Outcome.MODEL_FAILURE
-            job.writer.end(outcome, job.stop_reason, Boundary.NONE if verdict.success else Boundary.MODEL,
+            self._end(job, outcome, job.stop_reason, Boundary.NONE if verdict.success else Boundary.MODEL,
                            reward=verdict.reward, rewards=verdict.components, text=text,
                            timings_ms=timings)  # fmt: skip
         self._forget(job)
+
+    def _end(self, job: _Job, outcome: Outcome, reason: str, boundary: Boundary, **facts: Any) -> None:
+        try:
+            job.writer.end(outcome, reason, boundary, **facts)
+        except RecordTooLarge as error:
+            job.writer.end(Outcome.INFRA_FAILURE, REASON_RECORD_TOO_LARGE, Boundary.PRODUCER, text=str(error))
+        except BlobError as error:
+            job.writer.end(Outcome.INFRA_FAILURE, REASON_BLOB_FAILED, Boundary.PRODUCER, text=str(error))
 
     def _text(self, job: _Job) -> str:
         return self._engine.decode(job.tokens)
@@ -254,7 +270,7 @@ class Worker:
             try:
                 self._engine.submit(GenerationRequest(job.key, job.prompt, sampling, self._engine.eos_ids))
             except EngineError as error:
-                job.writer.end(Outcome.INFRA_FAILURE, REASON_PROMPT_TOO_LONG, Boundary.ENVIRONMENT, text=str(error))
+                self._end(job, Outcome.INFRA_FAILURE, REASON_PROMPT_TOO_LONG, Boundary.ENVIRONMENT, text=str(error))
                 self._forget(job)
                 continue
             job.submitted = time.monotonic()
@@ -299,6 +315,18 @@ class Worker:
         self._put_fleet(Heartbeat(self.name, self.incarnation, self._engine.version,
                                   0 if self._draining else self._capacity, free, not self._draining,
                                   json.dumps(self._fingerprint, sort_keys=True), dict(self._counters)))  # fmt: skip
+
+    def _take_refusals(self) -> None:
+        """What the broker refuses for good ends its attempt: the log gets an end, never a silent gap."""
+        for failure in self._outbox.take_failures():
+            log.error("the broker refused a %s of %s for good: %s", failure.kind, failure.attempt or failure.key,
+                      failure.reason)  # fmt: skip
+            end = self._refusals.end_for(failure)
+            if end is None:
+                continue
+            for job in [job for job in self._jobs.values() if job.attempt == failure.attempt]:
+                self._forget(job)
+            self._send(end.group, end)
 
     def _put_fleet(self, event: Event) -> None:
         self._outbox.put(self._topics.name(FLEET), self.name, event, wait_s=OUTAGE_S)

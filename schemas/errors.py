@@ -6,6 +6,8 @@ it never prints a traceback for one of these.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class HeadraceError(Exception):
     """Root of every error that Headrace raises on purpose."""
@@ -40,6 +42,22 @@ class InvalidRecord(RecordError):
     """Decoded, but breaks a rule of its kind (columns of unequal length, a model token without logprob, ...)."""
 
 
+class BlobError(RecordError):
+    """The blob store refused or failed; the message names the blob's address."""
+
+
+class BlobLost(BlobError):
+    """There is no such blob: it was deleted, or the store is another one."""
+
+
+class BlobDamaged(BlobError):
+    """The blob has another length or digest than the record that names it says."""
+
+
+class RecordTooLarge(HeadraceError):
+    """An event or record is larger than a record may be. Nothing of it was written; the message says what to set."""
+
+
 class LogError(HeadraceError):
     """Kafka refused or failed in a way that retries don't mend."""
 
@@ -64,8 +82,28 @@ class ProducerClosed(HeadraceError):
     """The producer has been closed or has failed; it takes no more events."""
 
 
+class AttemptOver(ProducerClosed):
+    """The attempt has ended, or its lease is gone; it takes no more events."""
+
+
+class DeliveryFailed(AttemptOver):
+    """The broker refused an event for good, so its attempt has ended as an infrastructure failure."""
+
+
+class WrongThread(HeadraceError):
+    """An episode belongs to the thread that opened it."""
+
+
 class NoProgress(HeadraceError):
     """The run stands still; the message says which part and why."""
+
+
+class Undelivered(NoProgress):
+    """A producer was closed, and its deadline passed before everything was on the log. `unsent`: events, by episode."""
+
+    def __init__(self, message: str, unsent: Mapping[str, int]):
+        self.unsent = dict(unsent)
+        super().__init__(message)
 
 
 class TasksExhausted(HeadraceError):

@@ -64,6 +64,15 @@ class GroupSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Blob:
+    """Bytes beside the log: the address (an fsspec URL) at which `length` bytes with this `digest` lie."""
+
+    address: str
+    length: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class VersionRun:
     """`count` consecutive model tokens sampled by policy `version`."""
 
@@ -225,6 +234,7 @@ class Span:
     logprobs: bytes | None
     mask: bytes | None  # uint8[count]; null: every model token may train
     entropies: bytes | None  # float32[count], nats
+    blob: Blob | None = None  # the text of `detail` (UTF-8), which is null then
 
     def token_ids(self) -> Int32:
         """int32[count]."""
@@ -286,6 +296,7 @@ class EpisodeEnded:
     text: str | None  # what the verifier judged
     ended_ms: int
     timings_ms: dict[str, float]
+    blob: Blob | None = None  # the text of `text` (UTF-8), which is null then
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,12 +322,13 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class SampleChunk:
-    """Part `index` of `of` of a candidate's payload (see `payload`)."""
+    """Part `index` of `of` of a candidate's payload (see `payload`), in `data` or in a blob."""
 
     group: str
     index: int
     of: int
     data: bytes
+    blob: Blob | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,16 +83,22 @@ def content_hash(payload: GroupPayload) -> bytes:
 
 def to_chunks(payload: GroupPayload, limit: int = CHUNK_BYTES) -> list[SampleChunk]:
     """The payload as records of at most `limit` bytes of data each."""
-    data = encode(payload)
-    pieces = [data[i : i + limit] for i in range(0, len(data), limit)]
-    return [SampleChunk(payload.group, i, len(pieces), piece) for i, piece in enumerate(pieces)]
+    return split(payload.group, encode(payload), limit)
+
+
+def split(group: str, data: bytes, limit: int = CHUNK_BYTES) -> list[SampleChunk]:
+    """As `to_chunks`, of a payload that is encoded already."""
+    count = max(1, -(-len(data) // limit))
+    return [SampleChunk(group, i, count, data[i * limit : (i + 1) * limit]) for i in range(count)]
 
 
 def from_chunks(chunks: Sequence[SampleChunk]) -> GroupPayload:
-    """Raises InvalidRecord where the chunks aren't exactly those of one payload, in order."""
+    """Raises InvalidRecord where the chunks aren't exactly those of one payload, in order, with their data."""
     if not chunks or [c.index for c in chunks] != list(range(chunks[0].of)) or len({c.group for c in chunks}) != 1:
         raise InvalidRecord("the chunks of a group's payload are incomplete, repeated or mixed")
-    payload = decode(b"".join(chunk.data for chunk in chunks))
+    if any(chunk.blob is not None for chunk in chunks):
+        raise InvalidRecord("the payload lies in a blob, which must be fetched first")
+    payload = decode(b"".join(chunk.data for chunk in chunks) if len(chunks) > 1 else chunks[0].data)
     if not isinstance(payload, GroupPayload):
         raise InvalidRecord("the chunks hold no group payload")
     return payload

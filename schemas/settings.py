@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from .events import GroupSpec
 
@@ -135,6 +136,22 @@ class LogSettings(Section):
     replication: Positive = Field(1, description="copies of each partition; 3 where there are three brokers")
     commit_ms: Annotated[int, Field(ge=10, le=5000)] = Field(200, description="the assembler's transaction interval")
     span_tokens: Annotated[int, Field(ge=1, le=65536)] = Field(512, description="a span is flushed at so many tokens")
+    blob_url: str | None = Field(None, description="fsspec URL of a store that every role reaches, for what is too "
+                                                   "large for the log; none: payloads are chunked")  # fmt: skip
+    blob_bytes: Positive = Field(8 << 20, description="a group's payload above this size goes to the blob store")
+
+    @field_validator("blob_url")
+    @classmethod
+    def _store_is_named_without_secrets(cls, url: str | None) -> str | None:
+        if url is not None:
+            parts = urlsplit(url)
+            if "://" not in url or not (parts.netloc or parts.path.strip("/")):
+                raise ValueError("`blob_url` must be a whole URL, such as file:///data/blobs or s3://bucket/folder")
+            if "@" in parts.netloc:
+                raise ValueError("`blob_url` is recorded in the run: leave user and password out of it")
+            if parts.scheme == "memory":
+                raise ValueError("`blob_url` memory:// ends with its process: name a store that every role reaches")
+        return url
 
 
 class RunSettings(Section):

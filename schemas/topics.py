@@ -13,6 +13,13 @@ ALL_TOPICS = (TASKS, TRAJECTORIES, SAMPLES, GROUPS, BATCHES, POLICY, WEIGHTS, FL
 # These share a partition count: what a group's events caused lies in the partition of the same number.
 BY_GROUP = (TRAJECTORIES, SAMPLES, GROUPS)
 
+# What the value of a record may hold, so that with key, headers and framing it is accepted by client and broker.
+RECORD_BYTES = 990_000
+# Manifests are whole: one of 4,096 groups with 16 slots and a few versions takes about 5 MB.
+MANIFEST_BYTES = 8_000_000
+_BROKER_BYTES = {BATCHES: 8 << 20}
+_USUAL_BROKER_BYTES = 1_048_588
+
 DAY_MS = 24 * 3600 * 1000
 # Nothing that decides what was trained expires by time; the readers of `trajectories` and `weights` delete below
 # their own marks instead.
@@ -63,7 +70,7 @@ class RunTopics:
                 "cleanup.policy": "delete",
                 "retention.ms": str(_RETENTION_MS.get(topic, -1)),
                 "retention.bytes": "-1",
-                "max.message.bytes": "1048588",
+                "max.message.bytes": str(_BROKER_BYTES.get(topic, _USUAL_BROKER_BYTES)),
                 "min.insync.replicas": "2" if replication >= 3 else "1",
                 "unclean.leader.election.enable": "false",
                 "compression.type": "producer",

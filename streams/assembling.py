@@ -36,6 +36,7 @@ from headrace.schemas.topics import DEADLETTER, GROUPS, SAMPLES, TRAJECTORIES, R
 
 from .assembler import Closed, Fold, Refused, read_event
 from .clock import TICK_AFTER_S
+from .log.blobs import Blobs, open_blobs
 from .log.reader import Reader, Record, beginning_offsets, read_at, read_backwards
 from .log.transactions import Output, Send, Transactor
 from .progress import Progress
@@ -57,7 +58,8 @@ def run_assembler(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSett
     owned = list(range(settings.log.partitions) if partitions is None else partitions)
     with ExitStack() as stack:
         begin = beginning_offsets(kafka, name)
-        parts = {p: _Partition(kafka, topics, p, begin[p], SPAN_BYTES // len(owned)) for p in owned}
+        blobs = open_blobs(settings.log, topics.run)
+        parts = {p: _Partition(kafka, topics, p, begin[p], SPAN_BYTES // len(owned), blobs) for p in owned}
         for part in parts.values():
             stack.callback(part.close)
         ticker = Ticker(kafka, name, Tick)
@@ -93,9 +95,10 @@ class _Sample:
 class _Partition:
     """One partition's fold, and what it takes to write its effects."""
 
-    def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, number: int, begin: int, span_bytes: int) -> None:
+    def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, number: int, begin: int, span_bytes: int,
+                 blobs: Blobs | None) -> None:  # fmt: skip
         self.number = number
-        self._kafka, self._topics = kafka, topics
+        self._kafka, self._topics, self._blobs = kafka, topics, blobs
         # First the id, which ends a predecessor's open transaction; only then is the end of `groups` final.
         self._transactor = Transactor(kafka, topics.transactional_id("assembler", number))
         self.progress = self._recover()
@@ -155,7 +158,9 @@ class _Partition:
             return replace(episode, spans=tuple(span for span in spans if span is not None))
 
         payload = replace(plan, episodes=tuple(filled(episode) for episode in plan.episodes))
-        return _Sample(content_hash(payload), tuple(encode(chunk) for chunk in to_chunks(payload)))
+        # A blob is written here, long before the transaction that names it.
+        chunks = to_chunks(payload) if self._blobs is None else self._blobs.pack(payload)
+        return _Sample(content_hash(payload), tuple(encode(chunk) for chunk in chunks))
 
     def _read_again(self, offsets: set[int]) -> dict[int, PayloadSpan]:
         found = {}

@@ -15,11 +15,21 @@ from contextlib import ExitStack
 from typing import Any
 
 from headrace.schemas.codec import decode, encode
-from headrace.schemas.errors import UndecodableRecord
+from headrace.schemas.errors import RecordTooLarge, UndecodableRecord
 from headrace.schemas.events import Event, FleetTick, Lease, LeaseEnded, LeaseRequest, Manifest
 from headrace.schemas.outcomes import REASON_WORKER_LOST
 from headrace.schemas.settings import RunSettings
-from headrace.schemas.topics import BATCHES, FLEET, GROUPS, POLICY, TASKS, TRAJECTORIES, RunTopics
+from headrace.schemas.topics import (
+    BATCHES,
+    FLEET,
+    GROUPS,
+    MANIFEST_BYTES,
+    POLICY,
+    RECORD_BYTES,
+    TASKS,
+    TRAJECTORIES,
+    RunTopics,
+)
 
 from .clock import TICK_AFTER_S
 from .coordinator import Coordinator, Decision
@@ -42,7 +52,7 @@ def run_coordinator(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSe
     NoProgress where the run gets nowhere, TasksExhausted where the source is broken, Fenced where another coordinator
     took over."""
     with ExitStack() as stack:
-        transactor = Transactor(kafka, topics.transactional_id("coordinator"))
+        transactor = Transactor(kafka, topics.transactional_id("coordinator"), record_bytes=MANIFEST_BYTES)
         stack.callback(transactor.close)
         coordinator = Coordinator(settings, source)
         positions = _restore(kafka, topics, coordinator)
@@ -119,11 +129,27 @@ def _decoded(record: Record) -> Event | None:
 def _outputs(topics: RunTopics, decision: Decision) -> list[Output]:
     tasks, trajectories, batches = topics.name(TASKS), topics.name(TRAJECTORIES), topics.name(BATCHES)
     by_key = -1  # a group's partition is the producer's murmur2 of its id, as it is for everyone who writes of it
+    _check_sizes(decision)
     return [
         *(Output(tasks, 0, encode(one), one.group.encode()) for one in decision.tasks),
         *(Output(trajectories, by_key, encode(one), one.group.encode()) for one in decision.trajectories),
         *(Output(batches, 0, value) for _, value in decision.batches),
     ]
+
+
+def _check_sizes(decision: Decision) -> None:
+    """Raises RecordTooLarge, with the setting to change, before anything of the decision is written."""
+    for record, value in decision.batches:
+        if isinstance(record, Manifest) and len(value) > MANIFEST_BYTES:
+            raise RecordTooLarge(
+                f"the manifest of batch {record.batch} takes {len(value)} bytes for {len(record.groups)} groups, and a "
+                f"record of {BATCHES} holds {MANIFEST_BYTES}: lower batch.groups, or rollout.group_size; nothing of "
+                "it was written")  # fmt: skip
+    for lease in decision.tasks:
+        if isinstance(lease, Lease) and (size := len(encode(lease))) > RECORD_BYTES:
+            raise RecordTooLarge(
+                f"task {lease.task.id}: a lease with it takes {size} bytes, and a record of {TASKS} holds "
+                f"{RECORD_BYTES}: keep what is large out of the task (a reference in its data will do)")  # fmt: skip
 
 
 def _tell(decision: Decision) -> None:

@@ -53,6 +53,7 @@ from headrace.schemas.hashes import crc, digest
 from headrace.schemas.outcomes import Boundary, Closure, Outcome
 from headrace.schemas.payload import content_hash, payload_span, to_chunks
 from headrace.schemas.settings import RunSettings
+from headrace.streams.log.blobs import Blobs
 from tests.memory_log import MemoryLog
 
 SPEC = GroupSpec(2, 1, 3, 1, 600.0, 3600.0, "survivors", "refill", 64)
@@ -90,6 +91,7 @@ class SyntheticRun:
         self.groups: dict[str, _Group] = {}
         self.closures: dict[str, tuple[GroupClosed, int, int]] = {}  # with partition and offset
         self.batches, self.trainer = Chain(), Chain()
+        self.blobs: Blobs | None = None
         self.now = 1_000_000
         self.leases = self.ticks = self.served = 0
         created = RunCreated(
@@ -285,7 +287,7 @@ class SyntheticRun:
         payload = GroupPayload(group, held.lease.task, tuple(episodes))
         samples = []
         if closure == Closure.CANDIDATE:
-            for chunk in to_chunks(payload, limit=150):
+            for chunk in self.blobs.pack(payload) if self.blobs else to_chunks(payload, limit=150):
                 value = self._put("samples", chunk, part.number, group)
                 samples.append(SampleRef(self.log.end("samples", part.number) - 1, digest(value)))
         fields = dict(

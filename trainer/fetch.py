@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 
 from headrace.schemas.codec import decode
 from headrace.schemas.columns import unpack_float32, unpack_int32
-from headrace.schemas.errors import InvalidRecord, RecordError, UndecodableRecord
+from headrace.schemas.errors import BlobError, InvalidRecord, RecordError, UndecodableRecord
 from headrace.schemas.events import Event, GroupClosed, GroupPayload, Manifest, PayloadEpisode, SampleChunk
 from headrace.schemas.hashes import digest
 from headrace.schemas.payload import content_hash, episode_columns, from_chunks
 from headrace.schemas.settings import StalenessSettings
 from headrace.schemas.topics import GROUPS, SAMPLES, RunTopics
+from headrace.streams.log.blobs import fetched
 from headrace.streams.log.reader import Reader, Record
 
 from .batches import Episode, Group
@@ -38,7 +39,7 @@ class Batch:
 
 def fetch_batch(reader: Reader, topics: RunTopics, record: Record, staleness: StalenessSettings) -> Batch:
     """Everything that the manifest in `record` names. Raises InvalidRecord naming the record that isn't what another
-    one vouches for, DataLossError where one is no longer retained."""
+    one vouches for, DataLossError where one is no longer retained, BlobError where a blob isn't."""
     manifest = expect(record, Manifest)
     payloads = _payloads(reader, topics, manifest)
     segments = _segments(manifest, record)
@@ -102,9 +103,11 @@ def _payload(closure: GroupClosed, samples: dict[int, Record]) -> GroupPayload:
     if not closure.samples:
         raise InvalidRecord(f"group {closure.group} is in a batch, but its closure names no samples")
     try:
-        payload = from_chunks(chunks)
+        payload = from_chunks(fetched(chunks))
         if payload.group != closure.group or content_hash(payload) != closure.content_hash:
             raise InvalidRecord(f"its content is not what group {closure.group} closed with")
+    except BlobError as error:
+        raise type(error)(str(error), *where) from error
     except (RecordError, ValueError) as error:
         raise InvalidRecord(str(error), *where) from error
     return payload

@@ -17,7 +17,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from headrace.schemas.errors import BrokerUnreachable, LogError, SettingsError
-from headrace.schemas.topics import TopicSpec
+from headrace.schemas.topics import RECORD_BYTES, TopicSpec
 
 KafkaConfig = Mapping[str, str | int | bool]
 Isolation = Literal["read_committed", "read_uncommitted"]
@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 _log = logging.getLogger("headrace.kafka")
 _log.addHandler(logging.NullHandler())  # else logging's last resort prints warnings to stderr
+
+FRAMING_BYTES = 10_000  # key, headers and what the protocol adds to a record's value
 
 _EVERY_CLIENT: KafkaConfig = {
     "client.id": "headrace",
@@ -43,6 +45,7 @@ _PRODUCER: KafkaConfig = {
     "compression.type": "zstd",
     "linger.ms": 5,
     "partitioner": "murmur2_random",
+    "message.max.bytes": RECORD_BYTES + FRAMING_BYTES,
     # An outage fills this queue, and then the caller hears of it; memory stays bounded.
     "queue.buffering.max.kbytes": 64 << 10,
     "queue.buffering.max.messages": 100_000,
@@ -68,9 +71,11 @@ def producer(config: KafkaConfig, **over: str | int | bool) -> Producer:
     return _make(Producer, {**_PRODUCER, "message.timeout.ms": 0, **config, **over})
 
 
-def transactional_producer(config: KafkaConfig, transactional_id: str, timeout_s: float) -> Producer:
+def transactional_producer(config: KafkaConfig, transactional_id: str, timeout_s: float,
+                           record_bytes: int = RECORD_BYTES) -> Producer:  # fmt: skip
     """Not yet initialised. The broker aborts a transaction that stays open for `timeout_s`."""
-    own = {"transactional.id": transactional_id, "transaction.timeout.ms": int(timeout_s * 1000)}
+    own = {"transactional.id": transactional_id, "transaction.timeout.ms": int(timeout_s * 1000),
+           "message.max.bytes": record_bytes + FRAMING_BYTES}  # fmt: skip
     return _make(Producer, {**_PRODUCER, **config, **own})
 
 

@@ -17,7 +17,8 @@ from typing import TypeVar
 
 from confluent_kafka import KafkaError, KafkaException, Message
 
-from headrace.schemas.errors import Fenced, HeadraceError, LogError
+from headrace.schemas.errors import Fenced, HeadraceError, LogError, RecordTooLarge
+from headrace.schemas.topics import RECORD_BYTES
 
 from .clients import KafkaConfig, reason, transactional_producer
 
@@ -63,13 +64,15 @@ class Transactor:
     """The owner of one transactional id. Not for several threads."""
 
     def __init__(self, config: KafkaConfig, transactional_id: str, *, timeout_s: float = TIMEOUT_S,
-                 transaction_timeout_s: float = TRANSACTION_TIMEOUT_S):  # fmt: skip
-        """Fences the id's last owner. Raises LogError when the broker refuses or does not answer in time."""
+                 transaction_timeout_s: float = TRANSACTION_TIMEOUT_S, record_bytes: int = RECORD_BYTES):  # fmt: skip
+        """Fences the id's last owner. No record may have more than `record_bytes` of value. Raises LogError when the
+        broker refuses or does not answer in time."""
         self.transactional_id = transactional_id
         self._timeout_s = timeout_s
+        self._record_bytes = record_bytes
         self._deadline = time.monotonic() + timeout_s
         self._dead: HeadraceError | None = None
-        self._producer = transactional_producer(config, transactional_id, transaction_timeout_s)
+        self._producer = transactional_producer(config, transactional_id, transaction_timeout_s, record_bytes)
         self._insist(self._producer.init_transactions, "its id could not be taken over")
 
     def commit(self, build: Callable[[Send], T]) -> T:
@@ -78,7 +81,7 @@ class Transactor:
         `build(send)` calls `send(outputs)` as often as it likes and gets the offsets of those records, in order, with
         which it may build the next ones. It may be called several times and only the last one's records count, so it
         must not change anything outside. An error it raises aborts the transaction and is passed on.
-        Raises Fenced or LogError; after Fenced, or once `alive` is False, open a new Transactor.
+        Raises RecordTooLarge, Fenced or LogError; after Fenced, or once `alive` is False, open a new Transactor.
         """
         self._deadline = time.monotonic() + self._timeout_s
         while True:
@@ -102,7 +105,9 @@ class Transactor:
                 raise
 
     def send(self, outputs: Sequence[Output]) -> list[int]:
-        """One transaction of these records; their offsets, in order. Raises as `commit` does."""
+        """One transaction of these records; their offsets, in order. Raises as `commit` does; RecordTooLarge before
+        anything begins."""
+        self._check_sizes(outputs)
         return self.commit(lambda send: send(outputs))
 
     @property
@@ -116,6 +121,7 @@ class Transactor:
         del self._producer  # its close() would try to abort, and warn where the id is no longer ours
 
     def _send(self, outputs: Sequence[Output]) -> list[int]:
+        self._check_sizes(outputs)
         offsets = [-1] * len(outputs)
         failed: list[tuple[Output, KafkaError]] = []
         for i, output in enumerate(outputs):
@@ -129,6 +135,12 @@ class Transactor:
         if -1 in offsets:  # written, but where is unknown: the broker recognised a repeat
             raise _Abort("a record was acknowledged without its offset")
         return offsets
+
+    def _check_sizes(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            if (size := len(output.value or b"")) > self._record_bytes:
+                raise RecordTooLarge(f"{output.topic}: a record of {size} bytes, and it may hold {self._record_bytes}; "
+                                     "nothing of its transaction was written")  # fmt: skip
 
     def _produce(self, output: Output, on_delivery: Callable[[KafkaError | None, Message], None]) -> None:
         while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from headrace.schemas.codec import decode, encode
 from headrace.schemas.errors import SettingsError
 from headrace.schemas.events import DeadLetter, Disposed, Manifest, Position, Version
 from headrace.schemas.outcomes import Account, Closure, Outcome
+from headrace.streams.log.blobs import Blobs
 from tests.memory_log import MemoryLog
 from tests.synthetic_log import EPISODE_TOKENS, TOKENS, SyntheticRun, synthetic_run
 
@@ -297,6 +299,26 @@ def test_a_removed_change_of_settings_is_named_by_the_batch_that_was_decided_und
     assert audit(run.log).closes
     record = next(r for r in run.log.logs["policy", 0] if r.offset == offset)
     assert any(f"policy[0]@{offset}" in line for line in audit(run.log.without(record, ("policy", 0))).failures)
+
+
+def test_a_payload_in_a_blob_is_proven_by_its_digest_and_a_lost_or_altered_blob_is_named(tmp_path: Path) -> None:
+    run = SyntheticRun()
+    run.version(0)
+    run.lease("a", *SLOTS)
+    run.episode("a", 0, 1.0)
+    run.episode("a", 1, 0.0)
+    run.blobs = Blobs(tmp_path.as_uri(), "blobs", 0)
+    run.close("a", Closure.CANDIDATE)
+    assert audit(run.log).failures == []
+    (blob,) = (tmp_path / "blobs").iterdir()
+    held = blob.read_bytes()
+    for damaged in (held[:-1] + bytes([held[-1] ^ 1]), held[:-1], None):
+        blob.unlink()
+        if damaged is not None:
+            blob.write_bytes(damaged)
+        failures = audit(run.log).failures
+        assert len(failures) == 1 and failures[0].startswith("samples[") and blob.name in failures[0], failures
+        blob.write_bytes(held)
 
 
 def test_a_lost_position_and_a_lost_version_leave_the_rest_countable() -> None:
