@@ -1,4 +1,4 @@
-"""Decoded records with their addresses, and the check of the chains that run through them.
+"""Decoded records with their addresses, what doesn't hold of them, and the check of the chains that run through them.
 
 A chain's record carries a running number and the digest of the record before it: a missing, altered or repeated record
 is noticed at its successor. This module checks them by its own reading of the rule, not through `schemas.chain`.
@@ -6,9 +6,10 @@ is noticed at its successor. This module checks them by its own reading of the r
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from headrace.schemas.codec import decode
 from headrace.schemas.errors import UndecodableRecord
@@ -18,6 +19,14 @@ from headrace.schemas.hashes import GENESIS, digest
 from .source import LogSource
 
 E = TypeVar("E", covariant=True)
+
+# One missing record may lead to thousands of failures that follow from it: the first ones of a kind tell enough.
+LINES_OF_A_KIND = 50
+
+Kind = Literal[
+    "unreadable record", "broken chain", "position", "input record", "recount", "dead letter", "closure", "sample",
+    "decision", "version", "publication", "weights", "lease", "reuse", "schema", "total",
+]  # fmt: skip
 
 
 def address(topic: str, partition: int, offset: int) -> str:
@@ -42,12 +51,23 @@ class Fact(Generic[E]):
 
 @dataclass(slots=True)
 class Failures:
-    """What doesn't hold, one line each, in the order found; the address comes first."""
+    """What doesn't hold, in the order found. All are counted, by kind; of each kind the first lines are kept."""
 
-    lines: list[str] = field(default_factory=list)
+    counts: Counter[Kind] = field(default_factory=Counter)
+    _kept: list[str] = field(default_factory=list)
 
-    def add(self, where: object, message: str) -> None:
-        self.lines.append(f"{where}: {message}")
+    def add(self, kind: Kind, where: object, message: str) -> None:
+        """`where` is the record's address."""
+        self.counts[kind] += 1
+        if self.counts[kind] <= LINES_OF_A_KIND:
+            self._kept.append(f"{where}: {message}")
+
+    @property
+    def lines(self) -> list[str]:
+        """One for each failure that is kept, the address first; then one for each kind of which there are more."""
+        more = [f"{n - LINES_OF_A_KIND} more failures of the kind {kind!r}"
+                for kind, n in self.counts.items() if n > LINES_OF_A_KIND]  # fmt: skip
+        return self._kept + more
 
 
 def read_facts(source: LogSource, topic: str, partition: int, failures: Failures) -> Iterator[Fact[Any]]:
@@ -57,24 +77,40 @@ def read_facts(source: LogSource, topic: str, partition: int, failures: Failures
         try:
             event = decode(record.value)
         except UndecodableRecord as error:
-            failures.add(where, str(error))
+            failures.add("unreadable record", where, str(error))
             continue
         if not isinstance(event, Kinds.BY_TOPIC[topic]):
-            failures.add(where, f"a {type(event).__name__} does not belong into {topic}")
+            failures.add("unreadable record", where, f"a {type(event).__name__} does not belong into {topic}")
             continue
         yield Fact(topic, partition, record.offset, record.timestamp_ms, digest(record.value or b""), event)
 
 
-def check_chain(facts: Iterable[Fact[Chained]], failures: Failures, begin: Fact[Any] | None = None) -> None:
-    """Numbers from 0 without gap, each with the digest of the one before; the first follows `begin`, if any."""
-    number, previous, before = 0, begin.digest if begin else GENESIS, begin
+class ChainCheck:
+    """Numbers from 0 without gap, each with the digest of the one before; the first follows `begin`, if any.
+
+    Feed it the chain's records in order: it keeps the last one.
+    """
+
+    def __init__(self, failures: Failures, begin: Fact[Any] | None = None) -> None:
+        self._failures = failures
+        self._number, self._previous = 0, begin.digest if begin else GENESIS
+        self._before: Fact[Any] | None = begin
+
+    def feed(self, fact: Fact[Chained]) -> None:
+        event, before = fact.event, self._before or "the beginning"
+        if event.number != self._number:
+            why = "records before it are missing" if event.number > self._number else "it is a repetition"
+            self._fail(fact, f"number {event.number} where {self._number} is due after {before}: {why}")
+        elif event.previous != self._previous:
+            self._fail(fact, f"does not follow {before} as it is now: one of the two was altered")
+        self._number, self._previous, self._before = event.number + 1, fact.digest, fact
+
+    def _fail(self, fact: Fact[Chained], message: str) -> None:
+        self._failures.add("broken chain", fact, message)
+
+
+def check_chain(facts: Iterable[Fact[Chained]], failures: Failures) -> None:
+    """`ChainCheck` over all of them."""
+    chain = ChainCheck(failures)
     for fact in facts:
-        event = fact.event
-        after = f"after {before}" if before else "at the beginning"
-        if event.number > number:
-            failures.add(fact, f"number {event.number} where {number} is due {after}: records before it are missing")
-        elif event.number < number:
-            failures.add(fact, f"number {event.number} where {number} is due {after}: it is a repetition")
-        elif event.previous != previous:
-            failures.add(fact, f"does not follow {before or 'the beginning'} as it is now: one of the two was altered")
-        number, previous, before = event.number + 1, fact.digest, fact
+        chain.feed(fact)

@@ -1,22 +1,27 @@
 """The ledger's own count of a partition of `trajectories`: which records there are, and each token's account.
 
-It knows nothing of how the assembler folds: it reads the raw events once, in order, with the closures beside it, and
-asks of each record: was its group open, closed, or never opened? Was its writer leased? Has it been here before? The
-answers must be those that `groups` gives.
+It knows nothing of how the assembler folds: it reads the raw events once, in order and in step with the commits of
+`groups`, and asks of each record: was its group open, closed, or never opened? Was its writer leased? Has it been here
+before? The answers must be those that `groups` gives. It remembers open groups only: a group's events are forgotten
+with its closure.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
+
+from xxhash import xxh3_64_intdigest
 
 from headrace.schemas.codec import decode
 from headrace.schemas.columns import unpack_int64
 from headrace.schemas.errors import RecordError
 from headrace.schemas.events import (
     Addendum,
+    AttemptEnded,
     EpisodeEnded,
     EpisodeStarted,
     Exhausted,
@@ -32,9 +37,11 @@ from headrace.schemas.outcomes import Account, Closure, Outcome, Source
 from headrace.schemas.topics import TRAJECTORIES
 from headrace.streams.log.reader import Record
 
+from .accounts import Accounts
 from .facts import Fact, Failures, address
+from .index import Index
 
-Attempt = tuple[str, int, int, str]  # group, slot, attempt, incarnation
+Event = EpisodeStarted | Span | EpisodeEnded
 
 
 def trainable(outcome: str) -> bool:
@@ -44,191 +51,257 @@ def trainable(outcome: str) -> bool:
 
 @dataclass(slots=True)
 class _Group:
-    """What the raw events say of a group whose opening record is retained."""
+    """What the raw events say of a group that is open."""
 
     opening: Lease
     offset: int
     lessees: dict[tuple[int, int], str] = field(default_factory=dict)  # of (slot, attempt)
     tokens: Counter[tuple[int, int]] = field(default_factory=Counter)  # of (slot, attempt)
     context: int = 0
+    seen: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)  # of (slot, attempt): hash by sequence
+    ended: set[tuple[int, int]] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Commit:
+    """The records of one commit of the assembler, up to its position; without one it is the end of a damaged log."""
+
+    position: Fact[Position] | None = None
+    closures: list[Fact[GroupClosed]] = field(default_factory=list)
+    addenda: list[Fact[Addendum]] = field(default_factory=list)
+    ends: list[AttemptEnded] = field(default_factory=list)
+
+
+def by_commit(facts: Iterable[Fact[Any]]) -> Iterator[Commit]:
+    """Records of a partition of `groups`, commit by commit."""
+    commit = Commit()
+    for fact in facts:
+        match fact.event:
+            case Position():
+                commit.position = fact
+                yield commit
+                commit = Commit()
+            case GroupClosed():
+                commit.closures.append(fact)
+            case Addendum():
+                commit.addenda.append(fact)
+            case AttemptEnded() as ended:
+                commit.ends.append(ended)
+    if commit.closures or commit.addenda or commit.ends:
+        yield commit
 
 
 @dataclass(slots=True)
 class Recount:
-    """Feed it every retained record, then `finish`."""
+    """Give it each commit of the partition of `groups`, in order; then `finish`."""
 
     partition: int
-    first: int
-    closures: Mapping[str, Fact[GroupClosed]]
-    addenda: Sequence[Fact[Addendum]]
-    positions: Sequence[Fact[Position]]
+    first: int  # what lies below is no longer retained
+    records: Iterator[Record]  # those of the partition
+    index: Index
+    accounts: Accounts
     failures: Failures
+    letters: bool = True  # whether each dead letter is still there
 
-    groups: dict[str, _Group] = field(default_factory=dict)
-    leases: list[Fact[Lease]] = field(default_factory=list)
-    unleased: dict[str, str] = field(default_factory=dict)  # of a group: its first event that no lease here allows
-    refused: list[Record] = field(default_factory=list)  # undecodable or invalid: owed a dead letter
+    open: dict[str, _Group] = field(default_factory=dict)
     logged: int = 0  # model tokens of valid records
     repeated: int = 0  # of these, in records that repeat an earlier one
     duplicates: int = 0  # repetitions that no record of `groups` has counted yet
-    unsettled: Counter[Account] = field(default_factory=Counter)  # decided here, in no record of `groups` yet
-    _expected: dict[int, tuple[int, Fact[Position]]] = field(default_factory=dict)  # offset: crc, and who says so
-    _added: dict[int, tuple[str, int]] = field(default_factory=dict)  # offset: kind and tokens of an addendum due
-    _seen: dict[Attempt, dict[int, bytes]] = field(default_factory=dict)
-    _ended: set[Attempt] = field(default_factory=set)
+    _next: Record | None = None
+    _closures: list[Fact[GroupClosed]] = field(default_factory=list)  # of this commit, by cause, still to come
+    _addenda: dict[int, Fact[Addendum]] = field(default_factory=dict)  # of this commit, by cause
+    # What can't be judged yet, of a group whose opening record was not seen: offset, address and complaint. Its closure
+    # may say that it was opened below what is retained.
+    _unopened: dict[str, tuple[int, object, str]] = field(default_factory=dict)
     _ticks: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for fact in self.positions:
-            try:
-                crcs = unpack_int64(fact.event.crcs).tolist()
-                gaps = unpack_int64(fact.event.gaps).tolist()
-                offsets = itertools.islice(itertools.accumulate(gaps, initial=fact.event.start), 1, None)
-                for offset, check in zip(offsets, crcs, strict=True):
-                    if offset >= self.first:
-                        self._expected[offset] = (check, fact)
-            except ValueError:
-                self.failures.add(fact, "its list of records is damaged")
+        self._next = next(self.records, None)
 
-    @property
-    def position(self) -> int:
-        """Everything below is accounted for in `groups`."""
-        return self.positions[-1].event.offset if self.positions else 0
+    # ------------------------------------------------------------------------------------------------- commits
 
-    def feed(self, record: Record) -> None:
-        where = address(TRAJECTORIES, self.partition, record.offset)
-        if record.offset < self.position:
-            check, _ = self._expected.pop(record.offset, (None, None))
-            if check is None:
-                self.failures.add(where, f"was not there when {self.positions[-1]} accounted for all below")
-            elif check != crc(record.value or b""):
-                self.failures.add(where, "was altered: its checksum is not the one that `groups` holds")
+    def commit(self, commit: Commit) -> None:
+        """All input below its position is what that lists, and led to these closures and addenda."""
+        self._closures = sorted(commit.closures, key=lambda fact: fact.event.cause, reverse=True)
+        self._addenda = {fact.event.cause: fact for fact in commit.addenda if fact.event.cause >= self.first}
+        if commit.position is not None:
+            self._read(commit.position)
+        while self._closures:
+            self._close(self._closures.pop())
+        for cause, fact in self._addenda.items():
+            self._fail("recount", fact, f"{fact.event.kind} because of {self._at(cause)}, which is not")
+
+    def finish(self) -> None:
+        """The rest of the records, which no commit accounts for yet."""
+        while self._next is not None:
+            self._feed(self._take(), settled=False)
+        for _, where, complaint in self._unopened.values():
+            self._fail("recount", where, complaint)
+        self.index.add_opened(self.open)
+        for group in self.open.values():
+            for tokens in group.tokens.values():
+                self.accounts.count(Account.OPEN, tokens, tokens, "group open")
+
+    def _read(self, position: Fact[Position]) -> None:
+        listed, at = self._listed(position), 0
+        while self._next is not None and self._next.offset < position.event.offset:
+            record = self._take()
+            while at < len(listed) and listed[at][0] < record.offset:
+                self._missing(listed[at][0], position)
+                at += 1
+            if at == len(listed) or listed[at][0] != record.offset:
+                said = f"was not there when {position} accounted for all below it"
+                self._fail("input record", self._at(record.offset), said)
+            else:
+                if listed[at][1] != crc(record.value or b""):
+                    said = f"was altered: its checksum is not the one in {position}"
+                    self._fail("input record", self._at(record.offset), said)
+                at += 1
+            self._feed(record, settled=True)
+        for offset, _ in listed[at:]:
+            self._missing(offset, position)
+
+    def _take(self) -> Record:
+        record = self._next
+        assert record is not None
+        self._next = next(self.records, None)
+        return record
+
+    def _listed(self, position: Fact[Position]) -> list[tuple[int, int]]:
+        """(offset, checksum) of the retained records that the position lists."""
+        try:
+            checks = unpack_int64(position.event.crcs).tolist()
+            gaps = unpack_int64(position.event.gaps).tolist()
+            offsets = itertools.islice(itertools.accumulate(gaps, initial=position.event.start), 1, None)
+            return [(offset, check) for offset, check in zip(offsets, checks, strict=True) if offset >= self.first]
+        except ValueError:
+            self._fail("position", position, "its list of records is damaged")
+            return []
+
+    def _missing(self, offset: int, position: Fact[Position]) -> None:
+        self._fail("input record", self._at(offset), f"is missing: {position} accounts for it")
+
+    # ------------------------------------------------------------------------------------------------- records
+
+    def _feed(self, record: Record, *, settled: bool) -> None:
+        while self._closures and self._closures[-1].event.cause < record.offset:
+            self._close(self._closures.pop())
         try:
             event = decode(record.value)
             if isinstance(event, Span):
                 event.check()
         except RecordError:
-            self.refused.append(record)
+            self._refused(record, settled)
             return
         match event:
             case Lease():
                 self._lease(event, record)
             case EpisodeStarted() | Span() | EpisodeEnded():
-                self._event(event, record, where)
+                self._event(event, record, settled)
             case Tick():
-                self._tick(event, record, where)
+                self._tick(event, record.offset, settled)
             case Exhausted():
                 pass
             case _:
                 assert not isinstance(event, Kinds.BY_TOPIC[TRAJECTORIES])
-                self.refused.append(record)
+                self._refused(record, settled)
+
+    def _refused(self, record: Record, settled: bool) -> None:
+        """A record that the assembler could not use has a dead letter, as long as those are kept."""
+        if settled and self.letters and not self.index.has_letter(self.partition, record.offset):
+            self._fail("dead letter", self._at(record.offset), "can't be used, but no dead letter says so")
 
     def _lease(self, event: Lease, record: Record) -> None:
-        place = (TRAJECTORIES, self.partition, record.offset)
-        self.leases.append(Fact(*place, record.timestamp_ms, digest(record.value or b""), event))
-        if event.opens and event.group not in self.groups:
-            self.groups[event.group] = _Group(event, record.offset)
-        if group := self.groups.get(event.group):
+        if not event.unmanaged:
+            self.index.add_lease(event.number, self.partition, record.offset, digest(record.value or b""))
+        if event.opens and event.group not in self.open:
+            self.open[event.group] = _Group(event, record.offset)
+        if group := self.open.get(event.group):
             for one in event.assignments:
                 if 0 <= one.slot < group.opening.spec.slots:
                     group.lessees.setdefault((one.slot, one.attempt), event.incarnation)
 
-    def _tick(self, event: Tick, record: Record, where: str) -> None:
+    def _tick(self, event: Tick, offset: int, settled: bool) -> None:
         last = self._ticks.get(event.writer)
-        if record.offset >= self.position and last is not None and event.number > last + 1:
-            self.failures.add(where, f"tick {event.number} of {event.writer} after {last}: ticks before it are missing")
+        if not settled and last is not None and event.number > last + 1:
+            said = f"tick {event.number} of {event.writer} after {last}: ticks before it are missing"
+            self._fail("input record", self._at(offset), said)
         self._ticks[event.writer] = event.number
 
-    def _event(self, event: EpisodeStarted | Span | EpisodeEnded, record: Record, where: str) -> None:
+    def _event(self, event: Event, record: Record, settled: bool) -> None:
         model = event.count if isinstance(event, Span) and event.source == Source.MODEL else 0
         context = event.count if isinstance(event, Span) and event.source != Source.MODEL else 0
         self.logged += model
-        kind = self._kind(event, record)
-        if kind is None:
-            self._check_sequence(event, record, where)
-            group = self.groups.get(event.group)
-            if group is not None:
-                group.tokens[event.slot, event.attempt] += model
-                group.context += context
+        group = self.open.get(event.group)
+        kind = "late" if group is None else self._kind(group, event, record, settled)
+        if group is not None and kind is None:
+            group.tokens[event.slot, event.attempt] += model
+            group.context += context
             return
-        if kind in ("foreign", "late"):
-            self.unleased.setdefault(event.group, where)
+        assert kind is not None
         if kind in ("duplicate", "conflict"):
             self.repeated += model
-        if record.offset < self.position:
-            self._added[record.offset] = (kind, model)
+        if settled:
+            self._said(event, kind, model, record.offset)
         elif kind == "duplicate":
             self.duplicates += 1
         elif kind == "late":
-            known = event.group in self.closures or event.group in self.groups
-            self.unsettled[Account.LATE if known else Account.FOREIGN] += model
+            count_late(event.group, model, self.open, self.index, self.accounts)
         elif kind == "foreign":
-            self.unsettled[Account.FOREIGN] += model
+            self.accounts.count(Account.FOREIGN, model, model, episodes=0)
 
-    def _kind(self, event: EpisodeStarted | Span | EpisodeEnded, record: Record) -> str | None:
-        """None: it belongs to its group. Else what an addendum calls it."""
-        closure, group = self.closures.get(event.group), self.groups.get(event.group)
-        if closure is not None and not closure.event.opened <= record.offset <= closure.event.cause:
-            return "late"
-        if group is None:  # opened below what is retained, or never
-            return None if closure is not None else "late"
-        if group.lessees.get((event.slot, event.attempt)) != event.incarnation:
+    def _kind(self, group: _Group, event: Event, record: Record, settled: bool) -> str | None:
+        """None: it belongs to its group, which is open. Else what an addendum calls it."""
+        attempt = (event.slot, event.attempt)
+        if group.lessees.get(attempt) != event.incarnation:
             return "foreign"
-        attempt = (event.group, event.slot, event.attempt, event.incarnation)
-        seen = self._seen.setdefault(attempt, {})
-        value = digest(record.value or b"")
+        seen = group.seen.setdefault(attempt, {})
+        check = xxh3_64_intdigest(record.value or b"")
         if event.sequence in seen:
-            return "duplicate" if seen[event.sequence] == value else "conflict"
-        if attempt in self._ended:
+            return "duplicate" if seen[event.sequence] == check else "conflict"
+        if attempt in group.ended:
             return "late"
-        seen[event.sequence] = value
+        seen[event.sequence] = check
         if isinstance(event, EpisodeEnded):
-            self._ended.add(attempt)
+            group.ended.add(attempt)
+        if not settled and event.sequence and event.sequence - 1 not in seen:
+            said = f"event {event.sequence} of slot {event.slot}, attempt {event.attempt} of {event.group}"
+            self._fail("input record", self._at(record.offset), f"{said}: the one before it is missing")
         return None
 
-    def _check_sequence(self, event: EpisodeStarted | Span | EpisodeEnded, record: Record, where: str) -> None:
-        if record.offset < self.position or event.sequence == 0:
+    def _said(self, event: Event, kind: str, model: int, offset: int) -> None:
+        """Compare with the addendum that the commit should have of this record."""
+        fact = self._addenda.pop(offset, None)
+        where: object = fact
+        if fact is None:
+            where = self._at(offset)
+            complaint = f"{kind}, but no addendum of `groups` says so"
+        elif (fact.event.kind, fact.event.model_tokens) == (kind, model):
             return
-        seen = self._seen.get((event.group, event.slot, event.attempt, event.incarnation))
-        if seen is not None and event.sequence - 1 not in seen:
-            self.failures.add(where, f"event {event.sequence} of slot {event.slot}, attempt {event.attempt} of "
-                                     f"{event.group}: the one before it is missing")  # fmt: skip
+        else:
+            complaint = f"{fact.event.kind} with {fact.event.model_tokens} tokens; counted: {kind}, {model}"
+        if event.group in self.open or (fact is not None and not self.first):
+            self._fail("recount", where, complaint)
+        else:
+            self._unopened.setdefault(event.group, (offset, where, complaint))
 
-    # ------------------------------------------------------------------------------------------------- the result
+    # ------------------------------------------------------------------------------------------------- closures
 
-    def finish(self) -> None:
-        """Compare what was counted with what `groups` says."""
-        for offset, (_, position) in self._expected.items():
-            self.failures.add(address(TRAJECTORIES, self.partition, offset), f"is missing: {position} accounts for it")
-        recorded = {fact.event.cause: fact for fact in self.addenda if fact.event.cause >= self.first}
-        for offset, (kind, tokens) in self._added.items():
-            fact = recorded.pop(offset, None)
-            if fact is None:
-                where = address(TRAJECTORIES, self.partition, offset)
-                self.failures.add(where, f"{kind}, but no addendum of `groups` says so")
-            elif (fact.event.kind, fact.event.model_tokens) != (kind, tokens):
-                said = f"{fact.event.kind} with {fact.event.model_tokens} tokens"
-                self.failures.add(fact, f"{said}; counted: {kind}, {tokens}")
-        for extra in recorded.values():
-            if self._retained(extra.event.group):
-                where = address(TRAJECTORIES, self.partition, extra.event.cause)
-                self.failures.add(extra, f"{extra.event.kind} because of {where}, which is not")
-        for name, group in self.groups.items():
-            if name in self.closures:
-                self._compare(group, self.closures[name])
-            else:
-                self.unsettled[Account.OPEN] += sum(group.tokens.values())
-
-    def _retained(self, group: str) -> bool:
-        closure = self.closures.get(group)
-        return closure is None or closure.event.opened >= self.first
+    def _close(self, fact: Fact[GroupClosed]) -> None:
+        event = fact.event
+        offset = self._unopened.get(event.group, (-1,))[0]
+        if event.opened <= offset <= event.cause:
+            del self._unopened[event.group]
+        group = self.open.pop(event.group, None)
+        if group is not None:
+            self._compare(group, fact)
 
     def _compare(self, group: _Group, fact: Fact[GroupClosed]) -> None:
         closure = fact.event
         if group.offset != closure.opened:
-            self.failures.add(fact, f"opened at {closure.opened}; its opening record is at {group.offset}")
+            self._fail("recount", fact, f"opened at {closure.opened}; its opening record is at {group.offset}")
         if group.context != closure.context_tokens:
-            self.failures.add(fact, f"{closure.context_tokens} context tokens; counted: {group.context}")
+            self._fail("recount", fact, f"{closure.context_tokens} context tokens; counted: {group.context}")
         counted: Counter[str] = Counter()
         fates = {fate.slot: fate for fate in closure.slots}
         for (slot, attempt), tokens in group.tokens.items():
@@ -243,7 +316,22 @@ class Recount:
                 counted["candidate" if closure.closure == Closure.CANDIDATE else Account.EXCLUDED] += tokens
         for fate in closure.slots:
             if fate.model_tokens != (n := group.tokens[fate.slot, fate.attempt]):
-                self.failures.add(fact, f"{fate.model_tokens} model tokens in slot {fate.slot}; counted: {n}")
+                self._fail("recount", fact, f"{fate.model_tokens} model tokens in slot {fate.slot}; counted: {n}")
         said = {name: n for name, n in closure.accounts.items() if n}
         if said != (own := {str(name): n for name, n in counted.items() if n}):
-            self.failures.add(fact, f"accounts {said} of {closure.group}; counted: {own}")
+            self._fail("recount", fact, f"accounts {said} of {closure.group}; counted: {own}")
+
+    def _at(self, offset: int) -> str:
+        return address(TRAJECTORIES, self.partition, offset)
+
+    @property
+    def _fail(self) -> Callable[..., None]:
+        return self.failures.add
+
+
+def count_late(group: str, tokens: int, open_groups: Iterable[str], index: Index, accounts: Accounts) -> None:
+    """The assembler can't know whether a group that isn't open ever was: *late* if it was, else *foreign*."""
+    if group in open_groups or index.closure(group) is not None:
+        accounts.count(Account.LATE, tokens, tokens, episodes=0)
+    else:
+        index.add_late(group, tokens)

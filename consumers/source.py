@@ -27,7 +27,7 @@ from headrace.schemas.topics import (
 )
 from headrace.streams.log.clients import KafkaConfig
 from headrace.streams.log.policy import learn_schemas
-from headrace.streams.log.reader import Reader, Record
+from headrace.streams.log.reader import FIRST_WINDOW, LAST_WINDOW, Reader, Record
 
 # Referring topics before those that they refer to.
 _CUT_ORDER = (POLICY, WEIGHTS, BATCHES, GROUPS, SAMPLES, DEADLETTER, TRAJECTORIES, TASKS, FLEET, EVALS)
@@ -46,11 +46,29 @@ class LogSource(Protocol):
     def first(self, topic: str, partition: int) -> int:
         """The first retained offset; what lies below was deleted on purpose."""
 
+    def end(self, topic: str, partition: int) -> int:
+        """The upper edge; it may lie behind markers."""
+
     def settled(self, topic: str, partition: int) -> int:
         """The lower edge: what must exist because of a record below it does exist in `records`."""
 
-    def records(self, topic: str, partition: int) -> Iterator[Record]:
-        """All retained records below the upper edge, in order."""
+    def records(self, topic: str, partition: int, start: int = 0, end: int | None = None) -> Iterator[Record]:
+        """The retained records below the upper edge with start <= offset < end, in order; by default all."""
+
+    def offset_at(self, topic: str, partition: int, time_ms: int) -> int:
+        """The first offset whose record is not older; the upper edge where all are."""
+
+
+def backwards(source: LogSource, topic: str, partition: int, end: int | None = None,
+              widest: int = LAST_WINDOW) -> Iterator[Record]:  # fmt: skip
+    """The records below `end`, newest first, in windows that grow: who looks for a near one reads little."""
+    window, first = FIRST_WINDOW, source.first(topic, partition)
+    if end is None:
+        end = source.end(topic, partition)
+    while end > first:
+        start = max(first, end - window)
+        yield from reversed(list(source.records(topic, partition, start, end)))
+        end, window = start, min(2 * window, widest)
 
 
 class Snapshot:
@@ -79,6 +97,15 @@ class Snapshot:
     def settled(self, topic: str, partition: int) -> int:
         return self._lower[topic][partition][1]
 
-    def records(self, topic: str, partition: int) -> Iterator[Record]:
+    def end(self, topic: str, partition: int) -> int:
+        return self._upper[topic][partition][1]
+
+    def records(self, topic: str, partition: int, start: int = 0, end: int | None = None) -> Iterator[Record]:
+        first, last = self._upper[topic][partition]
         with Reader(self._kafka) as reader:
-            yield from reader.read(self._topics.name(topic), partition, *self._upper[topic][partition])
+            yield from reader.read(self._topics.name(topic), partition, max(first, start),
+                                   last if end is None else min(last, end))  # fmt: skip
+
+    def offset_at(self, topic: str, partition: int, time_ms: int) -> int:
+        with Reader(self._kafka) as reader:
+            return min(reader.offset_at(self._topics.name(topic), partition, time_ms), self.end(topic, partition))

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.accounting import account_lines
 from headrace.consumers.run import Run, open_run
 from headrace.create import create_run
 from headrace.models import smollm2
@@ -26,7 +27,6 @@ from headrace.producers.engines.hf import HfEngine
 from headrace.producers.environments.gym import GYM
 from headrace.producers.outbox import Outbox
 from headrace.producers.publications import served_state
-from headrace.reading import account_lines
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.events import Publication, Score, Task
 from headrace.schemas.topics import EVALS, POLICY

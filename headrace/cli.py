@@ -24,7 +24,7 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.topics import RunTopics
 
-from . import reading
+from . import accounting, reading
 from .settings import describe, kafka_config, load_config, load_site
 
 WRONG_USE = (SettingsError, RunNotFound, RunConflict, ModelError, NotAnnounced)
@@ -34,6 +34,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 broker_app = typer.Typer(no_args_is_help=True, help="The development broker: a real Apache Kafka on this machine.")
 app.add_typer(broker_app, name="broker")
 reading.register(app)
+accounting.register(app)
 
 ConfigArgument = Annotated[Path, typer.Argument(help="TOML file with the run's settings", metavar="CONFIG")]
 Json = Annotated[bool, typer.Option("--json", help="for programs")]

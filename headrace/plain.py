@@ -10,11 +10,12 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from headrace.consumers.letters import origin
 from headrace.schemas.codec import to_plain
 from headrace.schemas.columns import unpack_float32, unpack_int32, unpack_int64
 from headrace.schemas.errors import UndecodableRecord
@@ -23,13 +24,15 @@ from headrace.schemas.topics import RunTopics
 from headrace.streams.log.reader import Record
 
 HASH_BYTES = 32  # what is no longer is shown in hex
+DUMP_BYTES = 128
+SHORT_TEXT = 60  # characters of a field
 
 _Unpack = Callable[[bytes], Any]
 _INT32: _Unpack = lambda data: unpack_int32(data).tolist()  # noqa: E731
 _INT64: _Unpack = lambda data: unpack_int64(data).tolist()  # noqa: E731
 _FLOAT32: _Unpack = lambda data: [round(value, 7) for value in unpack_float32(data).tolist()]  # noqa: E731
 _UINT8: _Unpack = lambda data: np.frombuffer(data, np.uint8).tolist()  # noqa: E731
-_TEXT: _Unpack = lambda data: data.decode(errors="backslashreplace")  # noqa: E731
+_BASE64: _Unpack = lambda data: base64.b64encode(data).decode()  # noqa: E731
 
 _COLUMNS: Mapping[type, Mapping[str, _Unpack]] = {
     Span: {"tokens": _INT32, "logprobs": _FLOAT32, "mask": _UINT8, "entropies": _FLOAT32},
@@ -38,7 +41,7 @@ _COLUMNS: Mapping[type, Mapping[str, _Unpack]] = {
         "segment_group": _INT32, "segment_slot": _INT32, "segment_version": _INT32, "segment_count": _INT32,
         "segment_drift": _FLOAT32, "segment_weight": _FLOAT32,
     },
-    DeadLetter: {"key": _TEXT, "value": _TEXT},
+    DeadLetter: {"key": _BASE64, "value": _BASE64},  # whatever they are, they must survive the print
 }  # fmt: skip
 
 
@@ -53,7 +56,42 @@ def record_row(
     if isinstance(event, UndecodableRecord):
         value = None if record.value is None else base64.b64encode(record.value).decode()
         return row | {"kind": None, "error": str(event), "value": value}
+    if isinstance(event, DeadLetter):
+        row["origin"] = origin(event)
     return row | {"kind": type(event).__name__, "event": event_row(event, raw)}
+
+
+def record_text(record: Record, event: Event | UndecodableRecord, topics: RunTopics) -> Iterator[str]:
+    """A record for people: its address, time and kind, and what it says; of bytes that nobody could use, a dump."""
+    where = f"{topics.short(record.topic)}[{record.partition}]@{record.offset}"
+    head = f"{where}  {_text('time_ms', {'time_ms': record.timestamp_ms})}"
+    if isinstance(event, UndecodableRecord):
+        yield f"{head}  {event}"
+        yield from hexdump(record.value)
+    elif isinstance(event, DeadLetter):
+        yield f"{head}  DeadLetter about {origin(event)}  {event.kind}: {event.reason}"
+        yield from hexdump(event.value)
+    else:
+        said = " ".join(f"{name}={_short(value)}" for name, value in event_row(event).items() if value is not None)
+        yield f"{head}  {type(event).__name__}  {said}"
+
+
+def hexdump(data: bytes | None, limit: int = DUMP_BYTES) -> Iterator[str]:
+    """The first `limit` bytes, 16 a line, with their ASCII beside them."""
+    if data is None:
+        yield "    no value"
+        return
+    for at in range(0, min(limit, len(data)), 16):
+        line = data[at : min(at + 16, limit)]
+        seen = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in line)
+        yield f"    {at:04x}  {line.hex(' '):47}  {seen}"
+    if len(data) > limit:
+        yield f"    {len(data) - limit} more bytes"
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else dumps(value)
+    return text if len(text) <= SHORT_TEXT else f"{text[:SHORT_TEXT]}..."
 
 
 def event_row(event: Event, raw: bool = False) -> dict[str, Any]:

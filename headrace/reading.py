@@ -1,4 +1,4 @@
-"""`headrace cat`, `status`, `show` and `ledger`: the commands that read a run. They write nothing, to no topic.
+"""`headrace cat`, `status` and `show`: the commands that read a run. They write nothing, to no topic.
 
 What a run's records mean is `headrace.consumers`' to say; this module decides what a person or a program gets to see.
 """
@@ -19,17 +19,16 @@ from typing import Annotated, Any
 import typer
 
 from headrace.consumers.facts import Fact
-from headrace.consumers.figures import Figures, Quantiles, figures
-from headrace.consumers.ledger import Ledger, audit
+from headrace.consumers.figures import Figures, Quantiles
+from headrace.consumers.letters import DeadLetters, dead_letters
 from headrace.consumers.run import Run, Start, list_runs, open_run
 from headrace.consumers.state import State, state
 from headrace.consumers.tables import KINDS, Row, read_small
 from headrace.schemas.errors import SettingsError
 from headrace.schemas.events import Version
-from headrace.schemas.outcomes import Account
-from headrace.schemas.topics import ALL_TOPICS, DEADLETTER, POLICY, TRAJECTORIES
+from headrace.schemas.topics import ALL_TOPICS, POLICY, TRAJECTORIES
 
-from .plain import dumps, event_row, jsonable, record_row, table
+from .plain import dumps, event_row, jsonable, record_row, record_text, table
 from .settings import kafka_config, load_site
 
 RunArgument = Annotated[str, typer.Argument(help="run id", metavar="RUN")]
@@ -40,7 +39,7 @@ ConfigOption = Annotated[Path | None, typer.Option(help="file whose [site] part 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    for command in (cat, status, show, ledger):
+    for command in (cat, status, show):
         app.command()(command)
 
 
@@ -52,16 +51,19 @@ def cat(
     ] = "earliest",
     follow: Annotated[bool, typer.Option(help="go on as records come, until Ctrl-C")] = False,
     raw: Annotated[bool, typer.Option(help="bytes in base64 instead of decoded columns and sizes")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="the only form: one JSON object a line")] = True,
+    as_json: Annotated[bool, typer.Option("--json/--text", help="one JSON object a line, or lines for people")] = True,
     bootstrap: Bootstrap = None,
     config: ConfigOption = None,
 ) -> None:
-    """Print a run's events as JSON lines."""
-    opened = _open(run, bootstrap, config)
+    """Print a run's events, dead letters too."""
+    opened = opened_run(run, bootstrap, config)
     topics = ALL_TOPICS if topic is None else (topic,)
     with _until_interrupted() as stop:
         for record, event in opened.events(*topics, start=_start(start), follow=follow, stop=stop):
-            print(dumps(record_row(record, event, opened.topics, raw)), flush=follow)
+            if as_json:
+                print(dumps(record_row(record, event, opened.topics, raw)), flush=follow)
+            else:
+                print("\n".join(record_text(record, event, opened.topics)), flush=follow)
 
 
 def status(
@@ -73,15 +75,16 @@ def status(
     """Show where a run stands and what holds it up; without RUN, list the runs."""
     if run is None:
         rows = [_run_row(name, bootstrap, config) for name in list_runs(*_site(bootstrap, config))]
-        _say([dumps(rows)] if as_json else table(rows) if rows else ["there are no runs"])
+        say([dumps(rows)] if as_json else table(rows) if rows else ["there are no runs"])
         return
-    opened = _open(run, bootstrap, config)
+    opened = opened_run(run, bootstrap, config)
     source = opened.snapshot()
-    letters = sum(1 for _ in source.records(DEADLETTER, 0))
-    found = state(read_small(source), opened.settings, int(time.time() * 1000), letters)
-    _say(
-        [dumps(jsonable(found) | {"run": run, "held_up_by": found.held_up_by})] if as_json else status_lines(run, found)
-    )
+    letters = dead_letters(source)
+    found = state(read_small(source), opened.settings, int(time.time() * 1000), letters.count)
+    if as_json:
+        say([dumps(jsonable(found) | {"run": run, "held_up_by": found.held_up_by, "letters": letters_row(letters)})])
+    else:
+        say(status_lines(run, found, letters))
 
 
 def show(
@@ -96,7 +99,7 @@ def show(
     name, _, wanted = (kind or "").partition("/")
     if kind is not None and name not in KINDS:
         raise SettingsError(f"no kind {name!r}: use one of {', '.join(KINDS)}, or KIND/ID")
-    opened = _open(run, bootstrap, config)
+    opened = opened_run(run, bootstrap, config)
     source = opened.snapshot()
     facts = read_small(source)
     if kind is None:
@@ -104,56 +107,20 @@ def show(
     else:
         rows = _where(KINDS[name](facts), where or [])
     if not wanted:
-        _say([dumps(rows)] if as_json else table(rows) if rows else ["none"])
+        say([dumps(rows)] if as_json else table(rows) if rows else ["none"])
         return
     row = next((row for row in rows if str(row["id"]) == wanted), None)
     if row is None:
         raise SettingsError(f"run {run!r} has no {name}/{wanted}; `headrace show {run} {name}` lists them")
     records = list(_records_of(opened, facts, name, wanted))
     if as_json:
-        _say([dumps(row | {"records": records})])
+        say([dumps(row | {"records": records})])
     else:
-        _say(f"{key:12} {value}" for key, value in row.items() if value is not None)
-        _say(["", *(dumps(record) for record in records)])
-
-
-def ledger(run: RunArgument, as_json: Json = False, bootstrap: Bootstrap = None, config: ConfigOption = None) -> None:
-    """Prove that every account closes: groups, tokens, and every record that they rest on. Exit 1 where one doesn't."""
-    found = audit(_open(run, bootstrap, config).snapshot())
-    _say([dumps(jsonable(found) | {"closes": found.closes})] if as_json else ledger_lines(found))
-    if not found.closes:
-        raise typer.Exit(1)
+        say(f"{key:12} {value}" for key, value in row.items() if value is not None)
+        say(["", *(dumps(record) for record in records)])
 
 
 # ------------------------------------------------------------------------------------------------------ for people
-
-
-def account_lines(run: Run) -> list[str]:
-    """The account of a run, as a demo or a report ends with it: ledger and figures. Reads everything once."""
-    source = run.snapshot()
-    return [*ledger_lines(audit(source)), *figure_lines(figures(read_small(source)))]
-
-
-def ledger_lines(found: Ledger) -> Iterator[str]:
-    groups: list[Row] = [
-        {"groups": count, "closure": closure, "disposition": disposition if disposition != closure else None}
-        for (closure, disposition), count in sorted(found.groups.items(), key=lambda item: -item[1])
-    ]
-    tokens: list[Row] = []
-    for account in Account:
-        if found.tokens[account]:
-            reasons = ", ".join(f"{name} {n}" for name, n in found.reasons.get(account, {}).items())
-            tokens.append({"tokens": found.tokens[account], "account": str(account), "of which": reasons or None})
-    tokens.append({"tokens": found.tokens.total(), "account": "all"})
-    yield f"run {found.run}: {found.versions} versions, {found.batches} batches"
-    yield from table(groups)
-    yield ""
-    yield from table(tokens)
-    yield ""
-    raw = f"{found.logged_tokens} model tokens" if found.retained else "partly deleted; `groups` holds the accounts"
-    yield f"trajectories: {raw}; {found.duplicates} repeated events, {found.dead_letters} dead letters"
-    yield from found.failures
-    yield "closes" if found.closes else f"does not close: {len(found.failures)} failures"
 
 
 def figure_lines(found: Figures) -> Iterator[str]:
@@ -174,7 +141,7 @@ def figure_lines(found: Figures) -> Iterator[str]:
         yield f"reward v{window.first}-{window.last}".ljust(25) + f"{mean} over {window.groups} closed groups"
 
 
-def status_lines(run: str, found: State) -> Iterator[str]:
+def status_lines(run: str, found: State, letters: DeadLetters) -> Iterator[str]:
     yield f"run         {run}"
     yield f"version     {found.version} committed, {found.published} published; newest batch {found.batch}"
     closed = ", ".join(f"{name} {n}" for name, n in found.closed.items()) or "none"
@@ -185,8 +152,24 @@ def status_lines(run: str, found: State) -> Iterator[str]:
                f"{worker.capacity} slots free, heartbeat {worker.heard_s:.1f} s ago{alive}")  # fmt: skip
     for role, ago in found.signs_s.items():
         yield f"{role:11} {f'last wrote {ago:.1f} s ago' if ago is not None else 'has written nothing'}"
-    yield f"dead        {found.dead_letters} letters"
+    yield f"dead        {letters_text(letters)}"
     yield f"held up by  {found.held_up_by}"
+
+
+def letters_text(letters: DeadLetters) -> str:
+    if letters.newest is None:
+        return "no letters"
+    kinds = ", ".join(f"{n} {kind} of {topic}" for (kind, topic), n in letters.by_kind.most_common())
+    most = f"at most {letters.count} letters, the newest {letters.read}"
+    count = f"{letters.count} letters" if letters.exact else most
+    new = letters.newest
+    return f"{count}: {kinds}; newest {new.at} about {new.origin}: {new.reason}"
+
+
+def letters_row(letters: DeadLetters) -> dict[str, Any]:
+    kinds = [{"kind": kind, "topic": topic, "count": n} for (kind, topic), n in letters.by_kind.most_common()]
+    row: dict[str, Any] = jsonable(letters)
+    return row | {"by_kind": kinds}
 
 
 # ------------------------------------------------------------------------------------------------------ the pieces
@@ -199,13 +182,13 @@ def _site(bootstrap: str | None, config: Path | None) -> tuple[dict[str, Any], s
     return kafka_config(site), site.prefix
 
 
-def _open(run: str, bootstrap: str | None, config: Path | None) -> Run:
+def opened_run(run: str, bootstrap: str | None, config: Path | None) -> Run:
     return open_run(run, *_site(bootstrap, config))
 
 
 def _run_row(name: str, bootstrap: str | None, config: Path | None) -> Row:
     """Of a run of the list: from `policy` alone, which is small."""
-    run = _open(name, bootstrap, config)
+    run = opened_run(name, bootstrap, config)
     records = list(run.events(POLICY))
     newest = max((event.version for _, event in records if isinstance(event, Version)), default=None)
     return {"run": name, "version": newest, "model": run.settings.model.path,
@@ -260,7 +243,7 @@ def _records_of(run: Run, facts: list[Fact[Any]], kind: str, wanted: str) -> Ite
                 yield record_row(record, event, run.topics)
 
 
-def _say(lines: Any) -> None:
+def say(lines: Any) -> None:
     for line in lines:
         print(line)
 

@@ -39,18 +39,23 @@ class MemoryLog:
         return self.firsts.get((topic, partition), 0)
 
     def settled(self, topic: str, partition: int) -> int:
-        return self.end((topic, partition))
+        return self.end(topic, partition)
 
-    def records(self, topic: str, partition: int) -> Iterator[Record]:
-        return iter(self.logs[topic, partition])
+    def records(self, topic: str, partition: int, start: int = 0, end: int | None = None) -> Iterator[Record]:
+        log = self.logs[topic, partition]
+        return (r for r in log if start <= r.offset and (end is None or r.offset < end))
 
-    def end(self, place: Place) -> int:
-        log = self.logs[place]
-        return log[-1].offset + 1 if log else self.firsts.get(place, 0)
+    def offset_at(self, topic: str, partition: int, time_ms: int) -> int:
+        newer = (r.offset for r in self.logs[topic, partition] if r.timestamp_ms >= time_ms)
+        return next(newer, self.end(topic, partition))
+
+    def end(self, topic: str, partition: int) -> int:
+        log = self.logs[topic, partition]
+        return log[-1].offset + 1 if log else self.firsts.get((topic, partition), 0)
 
     def append(self, topic: str, partition: int, event: Event | bytes, key: str = "", at_ms: int = 0) -> Record:
         value = event if isinstance(event, bytes) else encode(event)
-        record = Record(topic, partition, self.end((topic, partition)), at_ms, key.encode() or None, value)
+        record = Record(topic, partition, self.end(topic, partition), at_ms, key.encode() or None, value)
         self.logs[topic, partition].append(record)
         return record
 
@@ -66,7 +71,7 @@ class MemoryLog:
 
     def repeated(self, record: Record, place: Place) -> MemoryLog:
         """The record once more, at the end: the only place where anyone can add to a log."""
-        return self._with(place, [*self.logs[place], replace(record, offset=self.end(place))])
+        return self._with(place, [*self.logs[place], replace(record, offset=self.end(*place))])
 
     def trimmed(self, place: Place, below: int) -> MemoryLog:
         """As after `delete_records`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,8 +37,10 @@ from headrace.schemas.events import (
     PayloadEpisode,
     Position,
     Publication,
+    Reuse,
     RunCreated,
     SampleRef,
+    SettingsChanged,
     SlotFate,
     Span,
     Task,
@@ -50,6 +53,7 @@ from headrace.schemas.hashes import crc, digest
 from headrace.schemas.outcomes import Boundary, Closure, Outcome
 from headrace.schemas.payload import content_hash, payload_span, to_chunks
 from headrace.schemas.settings import RunSettings
+from headrace.streams.log.blobs import Blobs
 from tests.memory_log import MemoryLog
 
 SPEC = GroupSpec(2, 1, 3, 1, 600.0, 3600.0, "survivors", "refill", 64)
@@ -87,6 +91,7 @@ class SyntheticRun:
         self.groups: dict[str, _Group] = {}
         self.closures: dict[str, tuple[GroupClosed, int, int]] = {}  # with partition and offset
         self.batches, self.trainer = Chain(), Chain()
+        self.blobs: Blobs | None = None
         self.now = 1_000_000
         self.leases = self.ticks = self.served = 0
         created = RunCreated(
@@ -110,11 +115,12 @@ class SyntheticRun:
 
     def _event(self, group: str, event: Event) -> int:
         self._put("trajectories", event, self.partition(group), group)
-        return self.log.end(("trajectories", self.partition(group))) - 1
+        return self.log.end("trajectories", self.partition(group)) - 1
 
     # ------------------------------------------------------------------------------------------------- producers
 
-    def lease(self, group: str, *slots: tuple[int, int], incarnation: str = "w1", unmanaged: bool = False) -> None:
+    def lease(self, group: str, *slots: tuple[int, int], incarnation: str = "w1", unmanaged: bool = False,
+              task: str = "") -> None:  # fmt: skip
         """(slot, attempt) pairs; the first lease of a group opens it."""
         opens = group not in self.groups
         lease = Lease(
@@ -128,7 +134,7 @@ class SyntheticRun:
             0,
             tuple(Assignment(*pair) for pair in slots),
             SPEC,
-            Task(f"t-{group}", "test", "{}", 1),
+            Task(task or f"t-{group}", "test", "{}", 1),
             0,
             None,
         )
@@ -148,8 +154,9 @@ class SyntheticRun:
         incarnation: str = "w1",
         outcome: str = "",
         foreign: bool = False,
+        tokens: int = TOKENS,
     ) -> None:
-        """Start, prompt, two model spans of the version that is served, end."""
+        """Start, prompt, two model spans of `tokens` each of the version that is served, end."""
         identity = (group, slot, attempt, incarnation)
         started = EpisodeStarted(*identity, 0, "worker", "{}", 1.0, 1.0, 0, 64, 1, self.now)
         prompt = Span(
@@ -169,7 +176,7 @@ class SyntheticRun:
             None,
             None,
         )
-        spans = [self.span(identity, sequence) for sequence in (2, 3)]
+        spans = [self.span(identity, sequence, tokens) for sequence in (2, 3)]
         success = Outcome.MODEL_SUCCESS if reward else Outcome.MODEL_FAILURE
         ended = EpisodeEnded(
             *identity, 4, outcome or success, "stop", Boundary.NONE, reward, {"total": reward}, (), "a", self.now, {}
@@ -180,22 +187,22 @@ class SyntheticRun:
             self.groups[group].spans[slot, attempt] = [(o, e) for o, e in placed if isinstance(e, Span)]
             self.groups[group].ends[slot, attempt] = ended
 
-    def span(self, identity: tuple[str, int, int, str], sequence: int) -> Span:
-        ids = np.arange(TOKENS, dtype=np.int32) + sequence
+    def span(self, identity: tuple[str, int, int, str], sequence: int, tokens: int = TOKENS) -> Span:
+        ids = np.arange(tokens, dtype=np.int32) + sequence
         return Span(
             *identity,
             sequence,
             "model",
             0,
             -1,
-            TOKENS,
-            (VersionRun(self.served, TOKENS),),
+            tokens,
+            (VersionRun(self.served, tokens),),
             None,
             None,
             None,
             {"decode": 1.0},
             pack_int32(ids),
-            pack_float32(np.full(TOKENS, -0.5, np.float32)),
+            pack_float32(np.full(tokens, -0.5, np.float32)),
             None,
             None,
         )
@@ -205,12 +212,12 @@ class SyntheticRun:
     def _out(self, part: _Partition, cls: type, **fields: object) -> int:
         value = part.chain.extend(cls(**part.chain.link(), **fields))
         self._put("groups", value, part.number)
-        return self.log.end(("groups", part.number)) - 1
+        return self.log.end("groups", part.number) - 1
 
     def close(self, group: str, closure: Closure, counted: tuple[int, ...] = (0, 1)) -> None:
         """Close on the newest record of the group's partition."""
         held, part = self.groups.pop(group), self.parts[self.partition(group)]
-        cause = self.log.end(("trajectories", part.number)) - 1
+        cause = self.log.end("trajectories", part.number) - 1
         accounts: Counter[str] = Counter()
         fates, episodes, context = [], [], 0
         for (slot, attempt), ended in sorted(held.ends.items()):
@@ -280,9 +287,9 @@ class SyntheticRun:
         payload = GroupPayload(group, held.lease.task, tuple(episodes))
         samples = []
         if closure == Closure.CANDIDATE:
-            for chunk in to_chunks(payload, limit=150):
+            for chunk in self.blobs.pack(payload) if self.blobs else to_chunks(payload, limit=150):
                 value = self._put("samples", chunk, part.number, group)
-                samples.append(SampleRef(self.log.end(("samples", part.number)) - 1, digest(value)))
+                samples.append(SampleRef(self.log.end("samples", part.number) - 1, digest(value)))
         fields = dict(
             cause=cause,
             group=group,
@@ -308,14 +315,14 @@ class SyntheticRun:
     def addendum(self, kind: str, group: str, tokens: int, back: int = 1) -> None:
         """About the record `back` before the end of the group's partition."""
         part = self.parts[self.partition(group)]
-        cause = self.log.end(("trajectories", part.number)) - back
+        cause = self.log.end("trajectories", part.number) - back
         self._out(part, Addendum, cause=cause, kind=kind, group=group, slot=0, attempt=0, model_tokens=tokens)
 
     def commit(self, partition: int) -> None:
         part = self.parts[partition]
         records = [r for r in self.log.logs["trajectories", partition] if r.offset >= part.position]
         offsets = np.array([r.offset for r in records], np.int64)
-        end = self.log.end(("trajectories", partition))
+        end = self.log.end("trajectories", partition)
         self._out(
             part,
             Position,
@@ -335,7 +342,7 @@ class SyntheticRun:
 
     def garbage(self, partition: int, value: bytes = b"not avro") -> None:
         self._put("trajectories", value, partition)
-        offset = self.log.end(("trajectories", partition)) - 1
+        offset = self.log.end("trajectories", partition) - 1
         self._put(
             "deadletter",
             DeadLetter(
@@ -351,7 +358,9 @@ class SyntheticRun:
 
     # -------------------------------------------------------------------------------- coordinator and trainer
 
-    def batch(self, number: int, *names: str) -> None:
+    def batch(self, number: int, *names: str, reused: tuple[Reuse, ...] = (), masked: Collection[int] = (),
+              settings_offset: int = 0) -> None:  # fmt: skip
+        """The tokens of `masked` slots have weight 0."""
         refs, rows = [], []
         for index, name in enumerate(names):
             closed, partition, offset = self.closures[name]
@@ -362,15 +371,16 @@ class SyntheticRun:
                 (index, fate.slot, fate.versions[0].version, fate.model_tokens) for fate in closed.slots if fate.counted
             ]
         columns = [pack_int32(np.array(column, np.int32)) for column in zip(*rows, strict=True)]
-        floats = pack_float32(np.zeros(len(rows), np.float32)), pack_float32(np.ones(len(rows), np.float32))
+        weights = np.array([slot not in masked for _, slot, _, _ in rows], np.float32)
+        floats = pack_float32(np.zeros(len(rows), np.float32)), pack_float32(weights)
         manifest = Manifest(
             **self.batches.link(),
             batch=number,
             target=number - 1,
-            settings_offset=0,
+            settings_offset=settings_offset,
             decided_ms=self.now,
             groups=tuple(refs),
-            positions=tuple(PartitionPosition(p.number, self.log.end(("groups", p.number))) for p in self.parts),
+            positions=tuple(PartitionPosition(p.number, self.log.end("groups", p.number)) for p in self.parts),
             closures_since=len(names),
             segment_group=columns[0],
             segment_slot=columns[1],
@@ -378,8 +388,23 @@ class SyntheticRun:
             segment_count=columns[3],
             segment_drift=floats[0],
             segment_weight=floats[1],
+            reused=reused,
         )
         self._put("batches", self.batches.extend(manifest))
+
+    def reuse(self, beside: str, source: str, slot: int = 0, use: int = 1) -> Reuse:
+        """The success of a slot of `source`, beside a group."""
+        closed, partition, offset = self.closures[source]
+        assert closed.content_hash is not None
+        ref = GroupRef(source, partition, offset, closed.content_hash, closed.accounts["candidate"], 0)
+        tokens = next(fate.model_tokens for fate in closed.slots if fate.slot == slot)
+        return Reuse(beside, ref, slot, 0.5, use, tokens)
+
+    def set(self, number: int) -> int:
+        """The n-th change of settings by hand; its offset."""
+        chain = Chain(number, digest(self.log.logs["policy", 0][0 if number == 0 else -1].value or b""))
+        self._put("policy", SettingsChanged(**chain.link(), writer="set", changes="{}", changed_ms=self.now))
+        return self.log.end("policy", 0) - 1
 
     def dispose(self, group: str, disposition: str) -> None:
         _, partition, offset = self.closures[group]
@@ -400,7 +425,7 @@ class SyntheticRun:
 
     def version(self, number: int, masked: int = 0, lost: int = 0) -> None:
         """Train batch `number` (0: initial weights) but for `masked` and `lost` tokens of its first group; publish."""
-        counts, offset, value = [], -1, b""
+        counts, reused, offset, value = [], list[GroupCount](), -1, b""
         if number:
             record, manifest = next(
                 (r, e)
@@ -411,6 +436,7 @@ class SyntheticRun:
             for index, ref in enumerate(manifest.groups):
                 out = masked if index == 0 else 0
                 counts.append(GroupCount(ref.group, ref.model_tokens - out - (0 if index else lost), out))
+            reused = [GroupCount(one.group, one.model_tokens - lost, 0) for one in manifest.reused]
         served = digest(b"weights %d" % number)
         version = Version(
             **self.trainer.link(),
@@ -429,6 +455,7 @@ class SyntheticRun:
             metrics={"wait_s": 0.5, "step_s": 1.5},
             fingerprint="{}",
             committed_ms=self.now,
+            reused=tuple(reused),
         )
         self._put("policy", self.trainer.extend(version))
         chunks = []
@@ -436,7 +463,7 @@ class SyntheticRun:
             data = b"delta %d %d" % (number, index)
             check = xxhash.xxh3_128_digest(struct.pack("<qqq", number, index, 2) + b"delta\0" + data)
             self._put("weights", WeightChunk(number, "delta", index, 2, check, data))
-            chunks.append(self.log.end(("weights", 0)) - 1)
+            chunks.append(self.log.end("weights", 0) - 1)
         base = digest(b"weights %d" % (number - 1)) if number else b""
         self._put(
             "policy",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -169,7 +170,9 @@ def test_status_says_where_the_run_stands_and_what_holds_it_up(scripted: Scripte
     assert {"run": NAME, "version": VERSIONS}.items() <= next(
         r for r in headrace.json("status") if r["run"] == NAME
     ).items()
-    assert "held up by" in headrace("status", NAME)[1]
+    assert found["letters"]["newest"]["origin"].startswith("trajectories[") and found["letters"]["exact"]
+    shown = headrace("status", NAME)[1]
+    assert "held up by" in shown and "1 UndecodableRecord of trajectories" in shown
 
 
 @pytest.mark.parametrize("kind", ["episodes", "groups", "batches", "versions", "replicas", "tasks"])
@@ -194,11 +197,29 @@ def test_ledger_prints_the_account_and_exits_0(scripted: ScriptedRun, headrace: 
     assert headrace.json("ledger", NAME)["closes"] is True
 
 
+def test_ledger_prints_the_account_as_it_stood_at_a_decision_or_time(scripted: ScriptedRun, headrace: Command) -> None:
+    decisions = [json.loads(line) for line in headrace("cat", NAME, "batches")[1].splitlines()]
+    first, last = decisions[0]["offset"], decisions[-1]["offset"]
+    early = headrace.json("ledger", NAME, "--at", str(first))
+    assert early["batches"] == 1 and early["closes"] and early["at"] == str(first)
+    whole, late = headrace.json("ledger", NAME), headrace.json("ledger", NAME, "--at", str(last))
+    assert late == whole | {"at": str(last)}
+    assert headrace.json("ledger", NAME, "--at", "1d")["batches"] == 0
+    assert headrace.json("ledger", NAME, "--at", "2100-01-01")["batches"] == whole["batches"]
+
+
+def test_cat_shows_dead_letters_with_origin_reason_and_bytes(scripted: ScriptedRun, headrace: Command) -> None:
+    row = json.loads(headrace("cat", NAME, "deadletter")[1])
+    assert row["origin"].startswith("trajectories[") and base64.b64decode(row["event"]["value"]) == b"garbage"
+    text = headrace("cat", NAME, "deadletter", "--text")[1]
+    assert row["origin"] in text and "not a single-object Avro record" in text and "67 61 72 62" in text
+
+
 @pytest.mark.parametrize(
     "args",
     [("ledger", "nowhere"), ("cat", "nowhere"), ("show", "nowhere", "groups"), ("status", "nowhere"),
-     ("cat", NAME, "nothing"), ("cat", NAME, "--from", "yesterday"), ("show", NAME, "things"),
-     ("show", NAME, "groups/g99")],
+     ("ledger", NAME, "--at", "yesterday"), ("ledger", NAME, "--at", "999999"), ("cat", NAME, "nothing"),
+     ("cat", NAME, "--from", "yesterday"), ("show", NAME, "things"), ("show", NAME, "groups/g99")],
 )  # fmt: skip
 def test_wrong_use_is_one_line_and_exit_2(scripted: ScriptedRun, headrace: Command, args: tuple[str, ...]) -> None:
     code, out, error = headrace(*args)
@@ -215,5 +236,5 @@ def test_an_unreachable_broker_is_one_line(headrace: Command) -> None:
 def test_a_reader_that_has_seen_enough_is_no_error(scripted: ScriptedRun) -> None:
     address = str(scripted.kafka["bootstrap.servers"])
     command = f"{sys.executable} -m headrace cat {NAME} --bootstrap {address} | head -n 1"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=240)
     assert not done.stderr and len(done.stdout.splitlines()) == 1

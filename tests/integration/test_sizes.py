@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from headrace.consumers.facts import Fact, Failures
-from headrace.consumers.proofs import check_samples
+from headrace.consumers.samples import SampleCheck
 from headrace.consumers.source import Snapshot
 from headrace.create import create_run
 from headrace.producers import open_producer
@@ -193,7 +193,9 @@ def test_blob_that_is_lost_or_damaged_is_named_by_trainer_and_ledger(
 
     def ledger() -> list[str]:
         failures = Failures()
-        check_samples(Snapshot(kafka, topics), 0, [fact], failures)
+        check = SampleCheck(Snapshot(kafka, topics), 0, failures)
+        check.commit([fact])
+        check.finish()
         return failures.lines
 
     assert ledger() == [] and fetch(kafka, topics, record, run).groups

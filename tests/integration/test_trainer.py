@@ -24,7 +24,7 @@ from headrace.producers.publications import served_state
 from headrace.producers.receiver import Receiver
 from headrace.schemas.codec import decode
 from headrace.schemas.errors import Fenced, HeadraceError, InvalidRecord, LogError, NonFiniteLogprob, ReplayMismatch
-from headrace.schemas.events import PayloadEpisode, Publication, Version, VersionRun
+from headrace.schemas.events import PayloadEpisode, Publication, VersionRun
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import BATCHES, POLICY
 from headrace.streams.log.policy import open_settings
@@ -35,7 +35,7 @@ from headrace.trainer.loop import Trainer, run_trainer
 from headrace.trainer.publish import Policy, PolicyHead, read_policy
 from headrace.trainer.step import TrainState
 from tests.killed_trainer import BOUNDARIES, kill_at
-from tests.synthetic_run import SyntheticRun, episode, run_settings
+from tests.synthetic_run import PARTITIONS, SyntheticRun, episode, run_settings
 
 Kafka = Mapping[str, Any]
 
@@ -438,15 +438,19 @@ def shift(one: PayloadEpisode) -> PayloadEpisode:
 
 def test_ledger_vouches_for_versions_and_publications(run: SyntheticRun, tmp_path: Path) -> None:
     """The independent count agrees with what the trainer wrote into `policy` and `weights`."""
-    from headrace.consumers.facts import Failures, read_facts
-    from headrace.consumers.proofs import check_policy, check_weights
+    from headrace.consumers.accounts import Accounts
+    from headrace.consumers.facts import Failures
+    from headrace.consumers.index import Index
+    from headrace.consumers.partition import audit_partition
+    from headrace.consumers.proofs import check_policy
     from headrace.consumers.source import Snapshot
 
     run.write_random_batches(6)
     train(run, tmp_path, 6)
-    source, failures = Snapshot(run.kafka, run.topics), Failures()
-    policy = list(read_facts(source, POLICY, 0, failures))
-    versions = check_policy(policy, list(read_facts(source, BATCHES, 0, failures)), failures)
-    check_weights(source, policy, failures)
-    assert not failures.lines and sorted(versions) == list(range(7))
-    assert all(isinstance(fact.event, Version) for fact in versions.values())
+    source, failures, ignored = Snapshot(run.kafka, run.topics), Failures(), Failures()
+    with Index() as index:
+        for number in range(PARTITIONS):
+            audit_partition(source, number, index, Accounts(), ignored)  # no raw events stand behind these closures
+        batches = check_policy(source, index, Accounts(), failures)
+        assert not failures.lines and batches.manifests == 6
+        assert [index.version(number) is not None for number in range(8)] == [True] * 7 + [False]

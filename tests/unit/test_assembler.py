@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.consumers.accounts import Accounts
 from headrace.consumers.facts import Fact, Failures, check_chain
-from headrace.consumers.recount import Recount
+from headrace.consumers.index import Index
+from headrace.consumers.recount import Recount, by_commit
 from headrace.schemas.codec import decode, encode
 from headrace.schemas.events import (
     Addendum,
@@ -522,15 +524,13 @@ def test_no_restart_changes_what_is_decided_or_says_it_twice(
     failures = Failures()
     check_chain(log.facts(), failures)
     # The ledger's own count of the raw events, which knows nothing of the fold, agrees with all of it.
-    facts = log.facts()
-    recount = Recount(
-        0, 0, {f.event.group: f for f in facts if isinstance(f.event, GroupClosed)},
-        [f for f in facts if isinstance(f.event, Addendum)], [f for f in facts if isinstance(f.event, Position)],
-        failures,
-    )  # fmt: skip
-    for one in records:
-        recount.feed(one)
-    recount.finish()
+    with Index() as index:
+        recount = Recount(0, 0, iter(records), index, Accounts(), failures, letters=False)
+        for commit in by_commit(log.facts()):
+            for closed in commit.closures:
+                index.add_closure(closed)
+            recount.commit(commit)
+        recount.finish()
     assert failures.lines == []
 
 
