@@ -69,9 +69,10 @@ def producer(config: KafkaConfig, **over: str | int | bool) -> Producer:
 
 
 def transactional_producer(config: KafkaConfig, transactional_id: str, timeout_s: float) -> Producer:
-    """Not yet initialised. The broker aborts a transaction that stays open for `timeout_s`."""
-    own = {"transactional.id": transactional_id, "transaction.timeout.ms": int(timeout_s * 1000)}
-    return _make(Producer, {**_PRODUCER, **config, **own})
+    """Not yet initialised. The broker aborts a transaction that stays open for `timeout_s`, or for the site's
+    `transaction.timeout.ms`."""
+    timeout = {"transaction.timeout.ms": int(timeout_s * 1000)}
+    return _make(Producer, {**_PRODUCER, **timeout, **config, "transactional.id": transactional_id})
 
 
 def consumer(config: KafkaConfig, isolation: Isolation = "read_committed") -> Consumer:
