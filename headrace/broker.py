@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
+import contextlib
 import json
 import os
 import subprocess
@@ -43,8 +44,13 @@ __all__ = ["KAFKA_VERSION", "Broker", "BrokerError", "broker_status", "default_h
            "stop_broker"]  # fmt: skip
 
 READY_TIMEOUT_S = 60.0
+PORT_TRIES = 3
 SIZES = (1, 3)  # two nodes would stand still whenever one of them is away
 _HEAP = {1: "512m", 3: "256m"}
+
+
+class _PortTaken(BrokerError):
+    """Between the look and the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,23 +197,24 @@ def _start(home: Path, size: int | None, *, owner: bool, heap: str | None, confi
     if count not in SIZES:
         raise BrokerError(f"a development broker has 1 node or 3, not {count}")
 
-    # 2. The ports of the last time, so that clients find it again, unless someone took them.
-    ports = [(node.port, node.controller_port) for node in last.nodes] if last else []
-    if not ports or not all(is_free(port) for pair in ports for port in pair):
-        ports = free_ports(count)
-
-    # 3. Configuration and format; a new home gets its identity here.
+    # 2. A new home gets its identity; then the ports of the last time, so that clients find it again, unless someone
+    #    took them. Someone may take one until Kafka itself does: then others.
     folders = [_folder(home, number, count) for number in range(1, count + 1)]
     cluster_id = cluster_id_of(folders[0]) or _new_cluster_id()
-    for number, folder in enumerate(folders, 1):
-        write_properties(folder, number, ports, config or {})
-    with concurrent.futures.ThreadPoolExecutor(count) as pool:
-        list(pool.map(lambda folder: format_data(java, folder, cluster_id), folders))
-
-    # 4. The processes: all before any wait, for one of three has no quorum and never gets ready.
     heap = heap or _HEAP[count]
-    planned = tuple(Node(k, folder, 0, *ports[k - 1], heap, 0.0) for k, folder in enumerate(folders, 1))
-    return _start_nodes(Broker(home, cluster_id, planned), [node.number for node in planned], owner=owner, java=java)
+    ports = [(node.port, node.controller_port) for node in last.nodes] if last else []
+    for tries in range(PORT_TRIES):
+        if tries or not ports or not all(is_free(port) for pair in ports for port in pair):
+            ports = free_ports(count)
+        for number, folder in enumerate(folders, 1):
+            write_properties(folder, number, ports, config or {})
+        with concurrent.futures.ThreadPoolExecutor(count) as pool:
+            list(pool.map(lambda folder: format_data(java, folder, cluster_id), folders))
+        # 3. The processes: all before any wait, for one of three has no quorum and never gets ready.
+        nodes = tuple(Node(k, folder, 0, *ports[k - 1], heap, 0.0) for k, folder in enumerate(folders, 1))
+        with contextlib.suppress(_PortTaken):
+            return _start_nodes(Broker(home, cluster_id, nodes), list(range(1, count + 1)), owner=owner, java=java)
+    raise BrokerError(f"the development broker of {home} found its ports taken {PORT_TRIES} times: try again")
 
 
 def _start_nodes(broker: Broker, numbers: list[int], *, owner: bool, java: list[str] | None = None) -> Broker:
@@ -236,7 +243,7 @@ def _start_nodes(broker: Broker, numbers: list[int], *, owner: bool, java: list[
                 for _, other, _ in started.values():
                     other.kill()
                     other.wait()
-                raise BrokerError(said + words)
+                raise (_PortTaken if "Address already in use" in words else BrokerError)(said + words)
             time.sleep(0.05)
     for _, process, _ in started.values():
         process.returncode = 0  # known by its pid from here on; the object would only warn that its process still runs

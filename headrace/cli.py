@@ -157,6 +157,18 @@ def broker_status_command(as_json: Json = False) -> None:
     raise typer.Exit(0 if whole else 1)
 
 
+@broker_app.command("mend")
+def broker_mend(as_json: Json = False) -> None:
+    """Abort transactions that hang since a node was killed; stop the runs first. Waits until open ones are over."""
+    from .mending import mend
+
+    found = mend(say=lambda line: None if as_json else say(line))
+    if as_json:
+        say(json.dumps({"aborted": found}))
+    else:
+        say("\n".join(f"aborted: {place}" for place in found) if found else "no transaction hangs")
+
+
 def _node_rows(broker: Broker | None) -> list[dict[str, object]]:
     return [{"node": node.number, "bootstrap": node.bootstrap, "pid": node.pid if node.runs() else None}
             for node in (broker.nodes if broker else ())]  # fmt: skip

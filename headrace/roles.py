@@ -17,6 +17,7 @@ from headrace.schemas.errors import (
     CheckpointError,
     EnvironmentFailed,
     HeadraceError,
+    HungTransaction,
     InvalidRecord,
     ModelError,
     NonFiniteLogprob,
@@ -34,7 +35,7 @@ from .settings import SiteSettings, state_dir
 
 FINAL = 3
 _FINAL_ERRORS = (SettingsError, RunNotFound, ModelError, NoProgress, TasksExhausted, NonFiniteLogprob, ReplayMismatch,
-                 CheckpointError, EnvironmentFailed, InvalidRecord, UndecodableRecord)  # fmt: skip
+                 CheckpointError, EnvironmentFailed, InvalidRecord, UndecodableRecord, HungTransaction)  # fmt: skip
 
 Role = Callable[[Mapping[str, Any], RunTopics, RunSettings, SiteSettings, threading.Event, str | None], None]
 

@@ -36,6 +36,7 @@ from headrace.schemas.topics import DEADLETTER, GROUPS, SAMPLES, TRAJECTORIES, R
 
 from .assembler import Closed, Fold, Refused, read_event
 from .clock import TICK_AFTER_S
+from .log.hanging import check_settled
 from .log.reader import Reader, Record, beginning_offsets, read_at, read_backwards
 from .log.transactions import Output, Send, Transactor
 from .progress import Progress
@@ -98,6 +99,7 @@ class _Partition:
         self._kafka, self._topics = kafka, topics
         # First the id, which ends a predecessor's open transaction; only then is the end of `groups` final.
         self._transactor = Transactor(kafka, topics.transactional_id("assembler", number))
+        check_settled(kafka, [(topics.name(GROUPS), number), (topics.name(SAMPLES), number)])
         self.progress = self._recover()
         if self.progress.read_from < begin:
             raise DataLossError(

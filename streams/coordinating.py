@@ -23,6 +23,7 @@ from headrace.schemas.topics import BATCHES, FLEET, GROUPS, POLICY, TASKS, TRAJE
 
 from .clock import TICK_AFTER_S
 from .coordinator import Coordinator, Decision
+from .log.hanging import check_settled
 from .log.reader import Reader, Record, beginning_offsets, end_offsets, read_backwards, read_range
 from .log.transactions import Output, Transactor
 from .tasks import TaskSource
@@ -44,6 +45,7 @@ def run_coordinator(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSe
     with ExitStack() as stack:
         transactor = Transactor(kafka, topics.transactional_id("coordinator"))
         stack.callback(transactor.close)
+        check_settled(kafka, [(topics.name(TASKS), 0), (topics.name(BATCHES), 0)])
         coordinator = Coordinator(settings, source)
         positions = _restore(kafka, topics, coordinator)
         fleet = topics.name(FLEET)

@@ -18,6 +18,7 @@ from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 from headrace.schemas.errors import DataLossError, LogError
 
 from .clients import Isolation, KafkaConfig, consumer, partitions, reason
+from .transactions import TRANSACTION_TIMEOUT_S
 
 Position = tuple[str, int]  # topic, partition
 
@@ -29,6 +30,9 @@ NEAR = 64
 # for the one that is out; who follows the log would only ask more often.
 FOLLOWING_WAIT_MS, JUMPING_WAIT_MS = 100, 10
 STALL_S = 60.0
+# A follower that stands still below the end looks so often whether a transaction hangs, and takes it for one so long
+# after the time-out of an open one.
+LOOK_S, GRACE_S = 10.0, 30.0
 # The client mends these by itself.
 _PASSING = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._RESOLVE, KafkaError._TIMED_OUT,
             KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE}  # fmt: skip
@@ -58,6 +62,9 @@ class Reader:
         self._partitions: dict[str, list[int]] = {}
         self._positions: dict[Position, int] = {}
         self._at_end: set[Position] = set()
+        self._config, self._looks = config, isolation == "read_committed"
+        self._look_at = time.monotonic() + LOOK_S
+        self._standing: dict[Position, tuple[int, float]] = {}  # offset, and since when
         if positions:
             self.assign(positions)
 
@@ -81,9 +88,12 @@ class Reader:
     def poll(self, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:
         """The next records, in order within a partition; the first one is waited for, the others are not.
 
-        Raises DataLossError when a position is no longer (or not yet) in the log, LogError when Kafka refuses.
+        Raises DataLossError when a position is no longer (or not yet) in the log, HungTransaction when one can't be
+        passed for longer than a transaction may be open, LogError when Kafka refuses.
         """
         deadline = time.monotonic() + timeout_s
+        if self._looks and time.monotonic() >= self._look_at:
+            self._look()
         while True:
             records = self._fetch(max_records, max(0.0, deadline - time.monotonic()))
             if records or time.monotonic() >= deadline:
@@ -188,6 +198,26 @@ class Reader:
         headers: Any = message.headers() or ()
         return Record(*place, offset, message.timestamp()[1], message.key(), message.value(),
                       tuple((name, value) for name, value in headers))  # fmt: skip
+
+    def _look(self) -> None:
+        """For positions that stay at the end of what can be read, while more is written."""
+        from .hanging import hung, standing
+
+        limit = int(self._config.get("transaction.timeout.ms", 1000 * TRANSACTION_TIMEOUT_S)) / 1000 + GRACE_S
+        for place in self._positions:
+            at, now = self._positions[place], time.monotonic()
+            # As of the last fetch: cheap, and enough to leave out those that read on.
+            high = self._consumer.get_watermark_offsets(TopicPartition(*place), cached=True)[1]
+            before, since = self._standing.pop(place, (at, now))
+            if place not in self._at_end or high <= at:
+                continue
+            found = standing(self._config, place)
+            if found is None or found[0] >= found[1] or at != before:
+                since = now  # an outage, the end, or a step: it doesn't hang (yet)
+            elif now - since > limit:
+                raise hung(self._config, place, *found, now - since)
+            self._standing[place] = at, since
+        self._look_at = time.monotonic() + LOOK_S
 
     def _note(self, error: KafkaError, place: Position, offset: int | None) -> None:
         if error.code() == KafkaError._PARTITION_EOF:

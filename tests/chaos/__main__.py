@@ -20,7 +20,7 @@ from types import FrameType
 
 from headrace.broker import KAFKA_VERSION
 
-from .faults import KINDS
+from .faults import schedule
 from .run import Done, Result, chaos
 
 SHOWN = 20  # differences of one kind
@@ -29,7 +29,7 @@ FULL = 100  # faults from which on the result goes to benchmarks/results
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--faults", type=int, default=len(KINDS), help="how many (default: one of each kind)")
+    parser.add_argument("--faults", type=int, help="how many (default: the short schedule, one of most kinds)")
     parser.add_argument("--seed", type=int, help="of schedule and load (default: drawn, and printed)")
     parser.add_argument("--out", type=Path, help="folder for chaos-SEED.json and .md (default from "
                                                  f"{FULL} faults on: benchmarks/results)")  # fmt: skip
@@ -39,10 +39,11 @@ def main() -> int:
     seed = random.SystemRandom().randrange(10_000) if given.seed is None else given.seed
     signal.signal(signal.SIGTERM, _interrupted)  # what it started ends in every case; like this in good order
     home = Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
-    print(f"chaos: {given.faults} faults, seed {seed}, in {home}", flush=True)
+    kinds = schedule(seed, given.faults)
+    print(f"chaos: {len(kinds)} faults, seed {seed}, in {home}", flush=True)
     result = Result(seed)
     try:
-        result = chaos(home, seed, given.faults, lambda line: print(line, flush=True))
+        result = chaos(home, seed, kinds, lambda line: print(line, flush=True))
     except KeyboardInterrupt:
         result.failed = "interrupted"
     lines = [*report(result), ""]
@@ -50,9 +51,9 @@ def main() -> int:
     if result.good:
         shutil.rmtree(home, ignore_errors=True)
     else:
-        print(f"logs and data are kept in {home}; the same again: python -m tests.chaos --faults {given.faults} "
-              f"--seed {seed}")  # fmt: skip
-    out = given.out or (Path("benchmarks/results") if given.faults >= FULL and result.good else None)
+        length = "" if given.faults is None else f" --faults {given.faults}"
+        print(f"logs and data are kept in {home}; the same again: python -m tests.chaos --seed {seed}{length}")
+    out = given.out or (Path("benchmarks/results") if len(kinds) >= FULL and result.good else None)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         facts = {**_machine(), **asdict(result)}

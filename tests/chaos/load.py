@@ -21,7 +21,7 @@ from headrace.schemas import delta
 from headrace.schemas.settings import RunSettings
 
 GROUP_SIZE = 4
-BATCH_GROUPS = 2
+BATCH_GROUPS = 3
 VOCABULARY = 32_000
 EOS = 2
 SHORTEST, LONGEST = 12, 60  # tokens of a completion
@@ -46,7 +46,7 @@ def settings(tasks: Path, count: int, seed: int) -> RunSettings:
                 "group_size": GROUP_SIZE, "max_new_tokens": LONGEST, "max_attempts": 100_000, "deadline_s": 86_400.0,
                 "lease_timeout_s": LEASE_TIMEOUT_S, "score_timeout_s": 600.0,
             },
-            "batch": {"groups": BATCH_GROUPS, "max_lag": 4, "max_groups_per_batch": 1_000_000},
+            "batch": {"groups": BATCH_GROUPS, "max_lag": 6, "max_groups_per_batch": 1_000_000},
             "staleness": {"hard_lag": 1_000_000, "drift_limit": 1e12},
             "weights": {"snapshot_every": 5},
             "log": {"partitions": 4, "replication": REPLICATION, "commit_ms": 100, "span_tokens": 16},

@@ -24,14 +24,15 @@ from headrace.streams.log.reader import Reader
 from . import load
 from .clock import Clocks
 from .crew import ROOT, Crew, CrewFailed
-from .faults import KINDS, TRANSACTION_TIMEOUT_S, Stage, schedule
+from .faults import KINDS, TRANSACTION_TIMEOUT_S, Stage
 from .outcome import Outcome, differences, doubled, lost, outcome
 
 WORKERS = 2
-PACE_S = 0.4  # of the trainer under faults, so that the work lasts as long as the schedule
-GROUPS_PER_FAULT = 45
+PACE_S = 1.2  # of the trainer under faults, so that the work lasts as long as the schedule
+GROUPS_PER_FAULT = 26
 PROGRESS_S = 120.0  # a run that gives no closure for so long after a fault has failed
-AFTER = 6  # closures after a fault that count as going on
+AFTER = 4  # closures that count as going on, after a fault has been undone and
+WATCHED_S = 3.0  # so much time has passed: what the fault holds up may show a moment later
 DRAIN_S = 900.0
 
 Say = Callable[[str], None]
@@ -69,7 +70,7 @@ class Result:
         return not (self.failed or self.lost or self.doubled or self.different or self.ledger)
 
 
-def chaos(home: Path, seed: int, count: int, say: Say) -> Result:
+def chaos(home: Path, seed: int, kinds: list[str], say: Say) -> Result:
     """Both runs on a new broker of three nodes in `home`; the nodes and the roles die with this process."""
     result = Result(seed)
     clocks = Clocks(home)
@@ -82,7 +83,7 @@ def chaos(home: Path, seed: int, count: int, say: Say) -> Result:
                           f'"transaction.timeout.ms" = {TRANSACTION_TIMEOUT_S * 1000}\n')  # fmt: skip
         kafka = {"bootstrap.servers": broker.bootstrap}
         tasks = home / "tasks.jsonl"
-        groups = GROUPS_PER_FAULT * count + 50
+        groups = GROUPS_PER_FAULT * len(kinds) + 50
         load.write_tasks(tasks, groups)
         found: list[Outcome] = []
         for name in ("calm", "chaos"):
@@ -94,8 +95,8 @@ def chaos(home: Path, seed: int, count: int, say: Say) -> Result:
             try:
                 _start(crew, PACE_S if name == "chaos" else 0.0)
                 if name == "chaos":
-                    _faults(stage, schedule(seed, count), groups, result, say)
-                _drain(crew, name, groups, say)
+                    _faults(stage, kinds, groups, result, say)
+                _drain(crew, groups)
             except CrewFailed as error:
                 result.failed = f"run {name}: {error}{_stuck(kafka, topics)}"
                 return result
@@ -138,17 +139,18 @@ def _faults(stage: Stage, kinds: list[str], groups: int, result: Result, say: Sa
         result.faults.append(done)
         done.what = KINDS[kind](stage)
         done.ended = time.monotonic()
-        before = len(crew.closures)
-        went_on = crew.wait(lambda n=before: len(crew.closures) >= min(n + AFTER, groups), PROGRESS_S)  # type: ignore[misc]
-        if not went_on:
+        time.sleep(WATCHED_S)
+        crew.check()
+        enough = min(len(crew.closures) + AFTER, groups)
+        if not crew.wait(lambda n=enough: len(crew.closures) >= n, PROGRESS_S):  # type: ignore[misc]
             raise CrewFailed(f"no progress for {PROGRESS_S:g} s after fault {number} ({kind}: {done.what})")
         say(f"{number:4}/{len(kinds)}  {kind:24} {done.what:52} {time.monotonic() - done.began:5.1f} s  "
             f"{len(crew.closures)} closed")  # fmt: skip
         if len(crew.closures) >= groups:
-            raise CrewFailed(f"the tasks were used up after {number} of {len(kinds)} faults: GROUPS_PER_FAULT is too small")
+            raise CrewFailed(f"the tasks were used up after {number} of {len(kinds)} faults: raise GROUPS_PER_FAULT")
 
 
-def _drain(crew: Crew, name: str, groups: int, say: Say) -> None:
+def _drain(crew: Crew, groups: int) -> None:
     """Let it come to its end by itself, at full speed."""
     crew.kill("trainer")
     crew.child("trainer").command[-1] = "0"
@@ -161,7 +163,7 @@ def _attribute(result: Result, crew: Crew) -> None:
     """To each fault the longest time without a closure and the deaths that followed it."""
     times = [at for at, _ in crew.closures]
     for i, fault in enumerate(result.faults):
-        end = result.faults[i + 1].began if i + 1 < len(result.faults) else fault.ended + AFTER
+        end = result.faults[i + 1].began if i + 1 < len(result.faults) else fault.ended + WATCHED_S
         before = [at for at in times if at < fault.began][-1:]
         fault.stall_s = longest_gap([*before, *(at for at in times if fault.began <= at < end)])
         fault.deaths = sum(fault.began <= death.at < end for death in crew.deaths)

@@ -18,8 +18,9 @@ from headrace.schemas import delta
 from headrace.schemas.codec import kind_of
 from headrace.schemas.errors import HeadraceError, InvalidRecord, ReplayMismatch
 from headrace.schemas.events import Disposed, GroupCount, Version
-from headrace.schemas.topics import BATCHES, RunTopics
+from headrace.schemas.topics import BATCHES, POLICY, RunTopics
 from headrace.settings import kafka_config, load_site
+from headrace.streams.log.hanging import check_settled
 from headrace.streams.log.policy import open_settings
 from headrace.streams.log.reader import Reader, Record, beginning_offsets
 from headrace.streams.log.transactions import Transactor
@@ -52,6 +53,7 @@ def main() -> int:
 
 def run_trainer(kafka: Mapping[str, Any], topics: RunTopics, stop: threading.Event, pace_s: float) -> None:
     transactor = Transactor(kafka, topics.transactional_id("trainer"))
+    check_settled(kafka, [(topics.name(POLICY), 0)])
     opened = open_settings(kafka, topics)
     head = read_policy(kafka, topics, opened)
     policy = Policy(topics, transactor, head.chain)
@@ -80,7 +82,8 @@ def run_trainer(kafka: Mapping[str, Any], topics: RunTopics, stop: threading.Eve
             due = time.monotonic() + pace_s
             batch = fetch_batch(reader, topics, record, opened.settings.staleness)
             if batch.manifest.batch != version + 1:
-                raise InvalidRecord(f"batch {batch.manifest.batch} where {version + 1} is due", batches, 0, record.offset)
+                said = f"batch {batch.manifest.batch} where {version + 1} is due"
+                raise InvalidRecord(said, batches, 0, record.offset)
             version += 1
             changes, served_hash = publisher.compare(load.weights(version))
             policy.write(_version(version, served_hash, batch))
