@@ -26,6 +26,11 @@ T = TypeVar("T")
 _log = logging.getLogger("headrace.kafka")
 _log.addHandler(logging.NullHandler())  # else logging's last resort prints warnings to stderr
 
+# A topic was just created, its leader moves, or a broker dies with a question pending: another one knows better soon.
+PASSING = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._RESOLVE, KafkaError._TIMED_OUT,
+           KafkaError._DESTROY_BROKER, KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE,
+           KafkaError.OFFSET_NOT_AVAILABLE}  # fmt: skip
+
 _EVERY_CLIENT: KafkaConfig = {
     "client.id": "headrace",
     "log_level": 4,
@@ -126,13 +131,23 @@ def create_topics(config: KafkaConfig, specs: Iterable[TopicSpec], timeout_s: fl
 
 def partitions(client: Consumer | Producer | AdminClient, topic: str, timeout_s: float = 30.0) -> list[int]:
     """The partitions of a topic, ascending. Raises LogError where there is no such topic."""
-    try:
-        found = client.list_topics(topic, timeout=timeout_s).topics[topic]
-    except KafkaException as error:
-        raise LogError(f"the partitions of {topic} are not to be had: {reason(error)}") from error
+    found = insist(lambda left_s: client.list_topics(topic, timeout=left_s).topics[topic], timeout_s,
+                   f"the partitions of {topic} are not to be had")  # fmt: skip
     if found.error is not None or not found.partitions:
         raise LogError(f"there is no topic {topic}")
     return sorted(found.partitions)
+
+
+def insist(call: Callable[[float], T], timeout_s: float, what: str) -> T:
+    """Ask (with the seconds that are left) until there is an answer, or an error that won't pass. Raises LogError."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return call(max(1.0, deadline - time.monotonic()))
+        except KafkaException as error:
+            if error.args[0].code() not in PASSING or time.monotonic() > deadline:
+                raise LogError(f"{what}: {reason(error)}") from error
+            time.sleep(0.05)
 
 
 def reason(error: BaseException) -> str:

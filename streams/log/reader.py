@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
+from confluent_kafka import KafkaError, Message, TopicPartition
 
 from headrace.schemas.errors import DataLossError, LogError
 
-from .clients import Isolation, KafkaConfig, consumer, partitions, reason
+from .clients import PASSING, Isolation, KafkaConfig, consumer, insist, partitions
 from .transactions import TRANSACTION_TIMEOUT_S
 
 Position = tuple[str, int]  # topic, partition
@@ -33,10 +33,6 @@ STALL_S = 60.0
 # A follower that stands still below the end looks so often whether a transaction hangs, and takes it for one so long
 # after the time-out of an open one.
 LOOK_S, GRACE_S = 10.0, 30.0
-# The client mends these by itself.
-_PASSING = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._RESOLVE, KafkaError._TIMED_OUT,
-            KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE}  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -140,26 +136,17 @@ class Reader:
     def bounds(self, topic: str, partition: int, timeout_s: float = 30.0) -> tuple[int, int]:
         """The first retained offset, and where a reader of this isolation would come to a stop now."""
         self._check(topic, partition, timeout_s)
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                left = max(1.0, deadline - time.monotonic())
-                low, high = self._consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=left)
-                return int(low), int(high)
-            except KafkaException as error:
-                # Just created, or its leader moves: the broker says so at once, and knows better a moment later.
-                if error.args[0].code() not in _PASSING or time.monotonic() > deadline:
-                    raise LogError(f"{topic}[{partition}]: its offsets are not to be had: {reason(error)}") from error
-                time.sleep(0.05)
+        place = TopicPartition(topic, partition)
+        low, high = insist(lambda left_s: self._consumer.get_watermark_offsets(place, timeout=left_s), timeout_s,
+                           f"{topic}[{partition}]: its offsets are not to be had")  # fmt: skip
+        return int(low), int(high)
 
     def offset_at(self, topic: str, partition: int, timestamp_ms: int, timeout_s: float = 30.0) -> int:
         """The first offset whose record is not older; the end where all are."""
         self._check(topic, partition, timeout_s)
-        try:
-            asked = [TopicPartition(topic, partition, timestamp_ms)]
-            found = self._consumer.offsets_for_times(asked, timeout=timeout_s)[0]
-        except KafkaException as error:
-            raise LogError(f"{topic}[{partition}]: its offsets are not to be had: {reason(error)}") from error
+        asked = [TopicPartition(topic, partition, timestamp_ms)]
+        found = insist(lambda left_s: self._consumer.offsets_for_times(asked, timeout=left_s)[0], timeout_s,
+                       f"{topic}[{partition}]: its offsets are not to be had")  # fmt: skip
         return int(found.offset) if found.offset >= 0 else self.bounds(topic, partition, timeout_s)[1]
 
     def close(self) -> None:
@@ -225,7 +212,7 @@ class Reader:
                 self._positions[place] = max(offset, self._positions[place])
                 self._at_end.add(place)
             return
-        if error.code() in _PASSING or (error.retriable() and not error.fatal()):
+        if error.code() in PASSING or (error.retriable() and not error.fatal()):
             return
         where = f"{place[0]}[{place[1]}]@{self._positions.get(place, offset)}"
         if error.code() == KafkaError._AUTO_OFFSET_RESET:

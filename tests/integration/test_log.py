@@ -463,3 +463,21 @@ def test_a_reader_below_a_transaction_that_the_broker_aborts_in_time_reads_on(
         while not seen and time.monotonic() < deadline:
             seen += [record.value for record in reader.poll(timeout_s=0.2)]
     assert seen == [b"behind"]
+
+
+def test_a_question_that_dies_with_its_broker_is_asked_again(kafka: KafkaConfig, topic: str) -> None:
+    """With several brokers the client may have asked the one that dies, and then says `_DESTROY_BROKER`."""
+
+    def dies(*_: Any, **__: Any) -> None:
+        raise KafkaException(KafkaError(KafkaError._DESTROY_BROKER))
+
+    with Reader(kafka) as reader:
+        for method, ask in (("list_topics", lambda: reader.partitions(topic)),
+                            ("get_watermark_offsets", lambda: reader.bounds(topic, 0)),
+                            ("offsets_for_times", lambda: reader.offset_at(topic, 0, 0))):  # fmt: skip
+            expected = ask()
+            reader._partitions.clear()
+            meddler, real = Meddler(reader._consumer, method, dies), reader._consumer
+            reader._consumer = meddler  # type: ignore[assignment]
+            assert ask() == expected and meddler.meddled == 1, method
+            reader._consumer = real
