@@ -43,7 +43,7 @@ from .node import (
 __all__ = ["KAFKA_VERSION", "Broker", "BrokerError", "broker_status", "default_home", "ensure_broker", "start_broker",
            "stop_broker"]  # fmt: skip
 
-READY_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 120.0  # an idle machine takes 2 s for one node, 5 s for three
 PORT_TRIES = 3
 SIZES = (1, 3)  # two nodes would stand still whenever one of them is away
 _HEAP = {1: "512m", 3: "256m"}

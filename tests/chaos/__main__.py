@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import os
 import platform
@@ -43,7 +44,7 @@ def main() -> int:
     print(f"chaos: {len(kinds)} faults, seed {seed}, in {home}", flush=True)
     result = Result(seed)
     try:
-        result = chaos(home, seed, kinds, lambda line: print(line, flush=True))
+        chaos(home, kinds, result, lambda line: print(line, flush=True))
     except KeyboardInterrupt:
         result.failed = "interrupted"
     lines = [*report(result), ""]
@@ -91,6 +92,10 @@ def report(result: Result) -> Iterator[str]:
                f"faults {result.calm_stall_s:.1f} s")  # fmt: skip
     took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in result.seconds.items())
     yield f"calm and disturbed run are {'equal' if result.good else 'NOT proved equal'} ({took})"
+    if result.deaths:
+        yield "roles that died by themselves, and were started again:"
+        said = collections.Counter(line[:200] for line in result.deaths)
+        yield from (f"- {count} x {line}" for line, count in said.most_common())
     for what in ("lost", "doubled", "different", "ledger"):
         found = getattr(result, what)
         yield from (f"{what}: {line}" for line in found[:SHOWN])

@@ -62,6 +62,7 @@ class Result:
     doubled: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
     ledger: list[str] = field(default_factory=list)  # what does not close
+    deaths: list[str] = field(default_factory=list)  # of roles by themselves, with their last words
     failed: str | None = None
     calm_stall_s: float = 0.0
 
@@ -70,9 +71,9 @@ class Result:
         return not (self.failed or self.lost or self.doubled or self.different or self.ledger)
 
 
-def chaos(home: Path, seed: int, kinds: list[str], say: Say) -> Result:
-    """Both runs on a new broker of three nodes in `home`; the nodes and the roles die with this process."""
-    result = Result(seed)
+def chaos(home: Path, kinds: list[str], result: Result, say: Say) -> None:
+    """Both runs on a new broker of three nodes in `home`; the nodes and the roles die with this process. What happens
+    is noted in `result` as it happens."""
     clocks = Clocks(home)
     os.environ.update(clocks.environment)  # of everything that is started from here on
     say("starting three brokers")
@@ -85,21 +86,22 @@ def chaos(home: Path, seed: int, kinds: list[str], say: Say) -> Result:
         tasks = home / "tasks.jsonl"
         groups = GROUPS_PER_FAULT * len(kinds) + 50
         load.write_tasks(tasks, groups)
+        pace = home / "pace"
         found: list[Outcome] = []
         for name in ("calm", "chaos"):
             topics = RunTopics(name)
-            create_run(kafka, topics, load.settings(tasks, groups, seed))
+            create_run(kafka, topics, load.settings(tasks, groups, result.seed))
             began = time.monotonic()
             crew = Crew(kafka, topics, config, home / "logs" / name)
-            stage = Stage(crew, broker, clocks, kafka, topics, random.Random(seed))
+            stage = Stage(crew, broker, clocks, kafka, topics, random.Random(result.seed))
             try:
-                _start(crew, PACE_S if name == "chaos" else 0.0)
+                _start(crew, pace, 0.0 if name == "calm" else PACE_S)
                 if name == "chaos":
-                    _faults(stage, kinds, groups, result, say)
-                _drain(crew, groups)
-            except CrewFailed as error:
+                    _faults(stage, kinds, pace, result, say)
+                _drain(crew, pace, groups)
+            except (CrewFailed, HeadraceError) as error:
                 result.failed = f"run {name}: {error}{_stuck(kafka, topics)}"
-                return result
+                return
             finally:
                 crew.close()
                 if name == "chaos":
@@ -116,22 +118,22 @@ def chaos(home: Path, seed: int, kinds: list[str], say: Say) -> Result:
         result.different = differences(calm, disturbed)
         if len(calm.groups) != groups:
             result.failed = f"the calm run closed {len(calm.groups)} of {groups} groups"
-        return result
     finally:
         broker.stop()
 
 
-def _start(crew: Crew, pace_s: float) -> None:
+def _start(crew: Crew, pace: Path, seconds: float) -> None:
+    _set_pace(pace, seconds)
     crew.start("assembler", "assembler")
     crew.start("coordinator", "coordinator")
-    crew.start("trainer", "trainer", "--pace", str(pace_s))
+    crew.start("trainer", "trainer", "--pace", str(pace))
     for number in range(WORKERS):
         crew.start(f"worker-{number}", "worker")
     if not crew.wait(lambda: bool(crew.closures), PROGRESS_S):
         raise CrewFailed(f"no closure within {PROGRESS_S:g} s of the start")
 
 
-def _faults(stage: Stage, kinds: list[str], groups: int, result: Result, say: Say) -> None:
+def _faults(stage: Stage, kinds: list[str], pace: Path, result: Result, say: Say) -> None:
     crew = stage.crew
     for number, kind in enumerate(kinds, 1):
         stage.pause(0.0, 1.0)
@@ -141,19 +143,24 @@ def _faults(stage: Stage, kinds: list[str], groups: int, result: Result, say: Sa
         done.ended = time.monotonic()
         time.sleep(WATCHED_S)
         crew.check()
-        enough = min(len(crew.closures) + AFTER, groups)
+        enough = len(crew.closures) + AFTER
         if not crew.wait(lambda n=enough: len(crew.closures) >= n, PROGRESS_S):  # type: ignore[misc]
             raise CrewFailed(f"no progress for {PROGRESS_S:g} s after fault {number} ({kind}: {done.what})")
         say(f"{number:4}/{len(kinds)}  {kind:24} {done.what:52} {time.monotonic() - done.began:5.1f} s  "
             f"{len(crew.closures)} closed")  # fmt: skip
-        if len(crew.closures) >= groups:
-            raise CrewFailed(f"the tasks were used up after {number} of {len(kinds)} faults: raise GROUPS_PER_FAULT")
+        ahead = len(crew.closures) - GROUPS_PER_FAULT * number  # the tasks must last until the last fault
+        _set_pace(pace, PACE_S if ahead <= 0 else 3 * PACE_S)
 
 
-def _drain(crew: Crew, groups: int) -> None:
+def _set_pace(pace: Path, seconds: float) -> None:
+    fresh = pace.with_suffix(".new")
+    fresh.write_text(str(seconds))
+    fresh.replace(pace)
+
+
+def _drain(crew: Crew, pace: Path, groups: int) -> None:
     """Let it come to its end by itself, at full speed."""
-    crew.kill("trainer")
-    crew.child("trainer").command[-1] = "0"
+    _set_pace(pace, 0.0)
     if not crew.wait(lambda: crew.done("coordinator"), DRAIN_S):
         raise CrewFailed(f"{len(crew.closures)} of {groups} groups closed, and the coordinator has not ended")
     crew.finish()
@@ -163,10 +170,12 @@ def _attribute(result: Result, crew: Crew) -> None:
     """To each fault the longest time without a closure and the deaths that followed it."""
     times = [at for at, _ in crew.closures]
     for i, fault in enumerate(result.faults):
+        fault.ended = fault.ended or time.monotonic()
         end = result.faults[i + 1].began if i + 1 < len(result.faults) else fault.ended + WATCHED_S
         before = [at for at in times if at < fault.began][-1:]
         fault.stall_s = longest_gap([*before, *(at for at in times if fault.began <= at < end)])
         fault.deaths = sum(fault.began <= death.at < end for death in crew.deaths)
+    result.deaths = [f"{death.name}, code {death.code}: {death.last}" for death in crew.deaths]
 
 
 def longest_gap(times: list[float]) -> float:

@@ -1,5 +1,6 @@
 """A trainer of the load: reads batches, proves them, commits and publishes versions by the trainer's real code, and
-trains nothing. `python -m tests.chaos.trainer RUN --config FILE --pace SECONDS`: a version at most so often."""
+trains nothing. `python -m tests.chaos.trainer RUN --config FILE --pace FILE`: a version takes at least so many seconds
+as the file says at the moment."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("run")
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--pace", type=float, default=0.0)
+    parser.add_argument("--pace", type=Path, required=True)
     parser.add_argument("--parent", type=int, required=True)
     given = parser.parse_args()
     die_with_parent(given.parent)
@@ -51,7 +52,7 @@ def main() -> int:
     return 0
 
 
-def run_trainer(kafka: Mapping[str, Any], topics: RunTopics, stop: threading.Event, pace_s: float) -> None:
+def run_trainer(kafka: Mapping[str, Any], topics: RunTopics, stop: threading.Event, pace: Path) -> None:
     transactor = Transactor(kafka, topics.transactional_id("trainer"))
     check_settled(kafka, [(topics.name(POLICY), 0)])
     opened = open_settings(kafka, topics)
@@ -79,7 +80,7 @@ def run_trainer(kafka: Mapping[str, Any], topics: RunTopics, stop: threading.Eve
     at = head.versions[version].batch_offset + 1 if version > 0 else beginning_offsets(kafka, batches)[0]
     with Reader(kafka, {(batches, 0): at}) as manifests, Reader(kafka) as reader:
         while (record := _next_manifest(manifests, stop)) is not None:
-            due = time.monotonic() + pace_s
+            due = time.monotonic() + float(pace.read_text())
             batch = fetch_batch(reader, topics, record, opened.settings.staleness)
             if batch.manifest.batch != version + 1:
                 said = f"batch {batch.manifest.batch} where {version + 1} is due"
