@@ -166,7 +166,10 @@ def _led(client: AdminClient, deadline: float) -> set[str]:
 
 
 def _make(factory: Callable[..., T], properties: Mapping[str, Any]) -> T:
+    own = dict(properties)
+    if "transactional.id" not in own:
+        own.pop("transaction.timeout.ms", None)  # the site's, for all clients: the others would only warn
     try:
-        return factory(dict(properties), logger=_log)
+        return factory(own, logger=_log)
     except (KafkaException, ValueError, TypeError) as error:
         raise SettingsError(f"Kafka's client refuses a property of the [kafka] table: {reason(error)}") from error

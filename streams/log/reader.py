@@ -191,20 +191,23 @@ class Reader:
         from .hanging import hung, standing
 
         limit = int(self._config.get("transaction.timeout.ms", 1000 * TRANSACTION_TIMEOUT_S)) / 1000 + GRACE_S
+        self._look_at = time.monotonic() + LOOK_S
         for place in self._positions:
             at, now = self._positions[place], time.monotonic()
-            # As of the last fetch: cheap, and enough to leave out those that read on.
-            high = self._consumer.get_watermark_offsets(TopicPartition(*place), cached=True)[1]
             before, since = self._standing.pop(place, (at, now))
-            if place not in self._at_end or high <= at:
+            # As of the last fetch: cheap, and enough to leave out those that read on.
+            written = self._consumer.get_watermark_offsets(TopicPartition(*place), cached=True)[1]
+            if place not in self._at_end or written <= at:
                 continue
-            found = standing(self._config, place)
-            if found is None or found[0] >= found[1] or at != before:
-                since = now  # an outage, the end, or a step: it doesn't hang (yet)
-            elif now - since > limit:
-                raise hung(self._config, place, *found, now - since)
+            if at != before:
+                since = now
+            elif now - since > 2 * LOOK_S:
+                found = standing(self._config, place)
+                if found is None:  # an outage: the time-outs begin anew after it
+                    since = now
+                elif found[0] < found[1] and now - since > limit:
+                    raise hung(self._config, place, *found, now - since)
             self._standing[place] = at, since
-        self._look_at = time.monotonic() + LOOK_S
 
     def _note(self, error: KafkaError, place: Position, offset: int | None) -> None:
         if error.code() == KafkaError._PARTITION_EOF:

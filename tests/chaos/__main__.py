@@ -38,7 +38,8 @@ def main() -> int:
     if sys.platform != "linux" or shutil.which("cc") is None:
         parser.error("it needs Linux and a C compiler: clocks of processes are set by a library made here")
     seed = random.SystemRandom().randrange(10_000) if given.seed is None else given.seed
-    signal.signal(signal.SIGTERM, _interrupted)  # what it started ends in every case; like this in good order
+    for signum in (signal.SIGINT, signal.SIGTERM):  # what it started ends in every case; like this in good order
+        signal.signal(signum, _interrupted)
     home = Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
     kinds = schedule(seed, given.faults)
     print(f"chaos: {len(kinds)} faults, seed {seed}, in {home}", flush=True)
