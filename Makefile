@@ -1,11 +1,13 @@
 # Everything runs from .venv, which the first target that needs it makes.
 #   make demo [STEPS=n] [RUN=name] [SEED=s]     train a small language model from a log
 #   make test [TIER=all]                        unit and integration tests; TIER=all runs the slow ones too
+#   make chaos [FAULTS=n] [SEED=s]              a run on three brokers, killed and stopped by a schedule, must end as a
+#                                               calm one (3 minutes; FAULTS=200 writes its result to benchmarks/results)
 #   make lint | bench | clean
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test chaos lint bench clean
 
 # The pins in constraints.txt were tested on 3.11; the first interpreter that is new enough is taken.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -33,6 +35,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest tests $(if $(filter all,$(TIER)),,-m "not slow")
+
+chaos: $(STAMP)
+	@$(BIN)/python -m tests.chaos $(if $(FAULTS),--faults $(FAULTS)) $(if $(SEED),--seed $(SEED))
 
 # Type checkers can't follow the editable install's hook: links show them the same mapping.
 lint: $(STAMP)

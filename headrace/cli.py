@@ -10,7 +10,7 @@ import logging
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,6 +26,9 @@ from headrace.schemas.topics import RunTopics
 
 from . import accounting, reading
 from .settings import describe, kafka_config, load_config, load_site
+
+if TYPE_CHECKING:
+    from .broker import Broker
 
 WRONG_USE = (SettingsError, RunNotFound, RunConflict, ModelError, NotAnnounced)
 
@@ -126,21 +129,24 @@ def start(
 
 
 @broker_app.command("start")
-def broker_start(as_json: Json = False) -> None:
-    """Start it (or find it running)."""
+def broker_start(
+    nodes: Annotated[int | None, typer.Option(help="1 or 3; settled when it is first started (default 1)")] = None,
+    as_json: Json = False,
+) -> None:
+    """Start it (or find it running; missing nodes are started)."""
     from .broker import broker_status, ensure_broker
 
-    address = ensure_broker()
+    address = ensure_broker(nodes=nodes)
     broker = broker_status()
     if as_json:
-        say(json.dumps({"bootstrap": address, "pid": broker.pid if broker else None}))
+        say(json.dumps({"bootstrap": address, "nodes": _node_rows(broker)}))
     else:
-        say(f"development broker at {address}{f', pid {broker.pid}, data in {broker.home}' if broker else ''}")
+        say(f"development broker at {address}{f', {_pids(broker)}, data in {broker.home}' if broker else ''}")
 
 
 @broker_app.command("stop")
 def broker_stop(as_json: Json = False) -> None:
-    """Stop it; its data stays."""
+    """Stop it, all its nodes at once; its data stays."""
     from .broker import stop_broker
 
     stopped = stop_broker()
@@ -149,17 +155,42 @@ def broker_stop(as_json: Json = False) -> None:
 
 @broker_app.command("status")
 def broker_status_command(as_json: Json = False) -> None:
-    """Whether it runs, and where. Exit 1 where it doesn't."""
+    """Whether it runs, and where. Exit 1 where it doesn't, or not all of it."""
     from .broker import broker_status, default_home
 
     broker = broker_status()
+    whole = broker is not None and all(node.runs() for node in broker.nodes)
     if as_json:
-        say(json.dumps({"running": broker is not None, "bootstrap": broker.bootstrap if broker else None}))
+        say(json.dumps({"running": broker is not None, "bootstrap": broker.bootstrap if broker else None,
+                        "nodes": _node_rows(broker)}))  # fmt: skip
     elif broker:
-        say(f"running at {broker.bootstrap}, pid {broker.pid}, data in {broker.home}")
+        down = "" if whole else "; `headrace broker start` starts what is down"
+        say(f"running at {broker.bootstrap}, {_pids(broker)}, data in {broker.home}{down}")
     else:
         say(f"not running (its data would be in {default_home()}); start it with `headrace broker start`")
-    raise typer.Exit(0 if broker else 1)
+    raise typer.Exit(0 if whole else 1)
+
+
+@broker_app.command("mend")
+def broker_mend(as_json: Json = False) -> None:
+    """Abort transactions that hang since a node was killed; stop the runs first. Waits until open ones are over."""
+    from .mending import mend
+
+    found = mend(say=lambda line: None if as_json else say(line))
+    if as_json:
+        say(json.dumps({"aborted": found}))
+    else:
+        say("\n".join(f"aborted: {place}" for place in found) if found else "no transaction hangs")
+
+
+def _node_rows(broker: Broker | None) -> list[dict[str, object]]:
+    return [{"node": node.number, "bootstrap": node.bootstrap, "pid": node.pid if node.runs() else None}
+            for node in (broker.nodes if broker else ())]  # fmt: skip
+
+
+def _pids(broker: Broker) -> str:
+    pids = ", ".join(str(node.pid) if node.runs() else "down" for node in broker.nodes)
+    return f"pid {pids}" if len(broker.nodes) == 1 else f"{len(broker.nodes)} nodes, pids {pids}"
 
 
 @app.command("version")

@@ -15,7 +15,7 @@ from typing import Any
 
 from headrace.schemas.chain import Chain
 from headrace.schemas.codec import decode, own_schemas
-from headrace.schemas.errors import Fenced, ModelError, RecordError, RunConflict
+from headrace.schemas.errors import Fenced, ModelError, RecordError, RunConflict, SettingsError
 from headrace.schemas.events import Authored, RunCreated, SchemaAdded
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import POLICY, RunTopics
@@ -44,6 +44,7 @@ def check_model(settings: RunSettings) -> None:
 def create_run(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings) -> bool:
     """True where the run is new. When it returns, every reader can see what it wrote. Raises RunConflict with the
     differences where the run exists with other settings."""
+    _check_replication(kafka, topics, settings.log.replication)
     clients.create_topics(kafka, topics.specs(settings.log.partitions, settings.log.replication))
     for left in reversed(range(TRIES)):
         try:
@@ -94,6 +95,21 @@ def _chain(records: list[Record]) -> Chain:
         if isinstance(event, Authored) and event.writer == WRITER:
             return Chain.after(event, record.value or b"")
     return Chain()
+
+
+def _check_replication(kafka: Mapping[str, Any], topics: RunTopics, copies: int) -> None:
+    """For a new run, one copy or more than there are brokers is a mistake. Raises SettingsError."""
+    cluster = clients.insist(lambda left_s: clients.admin(kafka).list_topics(timeout=left_s), 30.0,
+                             "the cluster's brokers are not to be had")  # fmt: skip
+    brokers = len(cluster.brokers)
+    if topics.name(POLICY) in cluster.topics:
+        return
+    if copies > brokers:
+        raise SettingsError(f"log.replication = {copies}, but this cluster has {brokers} "
+                            f"{'broker' if brokers == 1 else 'brokers'}: set it to {min(3, brokers)}")  # fmt: skip
+    if copies == 1 and brokers >= 3:
+        raise SettingsError(f"log.replication = 1 on a cluster of {brokers} brokers: the run would be lost with any "
+                            "one of them. Set log.replication = 3")  # fmt: skip
 
 
 def _same(recorded: RunSettings, given: RunSettings, topics: RunTopics) -> None:

@@ -122,6 +122,19 @@ def find_jars(java: Java) -> Path:
     return jars
 
 
+def find_tools(java: Java) -> str:
+    """The class path of Kafka's own command-line tools, which the broker doesn't need: one jar more, fetched when it
+    is first asked for. Raises BrokerError."""
+    jars = find_jars(java)
+    if any(jars.glob("kafka-tools-4*.jar")):  # a whole Kafka download
+        return f"{jars}/*"
+    tools = cache_home() / f"kafka-tools-{KAFKA_VERSION}"
+    if not tools.exists():
+        with file_lock(cache_home() / "jars.lock"):
+            _complete(tools, lambda target: _fetch_one(target, java))
+    return f"{tools}/*:{jars}/*"
+
+
 def _complete(folder: Path, fill: Callable[[Path], None]) -> None:
     """Fill a folder beside `folder` and give it that name only when it is whole."""
     if folder.exists():  # another command filled it while this one waited for the lock
@@ -149,6 +162,18 @@ def _fetch(target: Path, java: Java) -> None:
                       + "\n  ".join(failures) + f"\n{WAYS_ON}")  # fmt: skip
 
 
+def _fetch_one(target: Path, java: Java) -> None:
+    name = f"org.apache.kafka:kafka-tools:{KAFKA_VERSION}"
+    mvn = shutil.which("mvn")
+    if mvn is not None:
+        home = {"JAVA_HOME": str(java.executable.resolve().parent.parent)}
+        _run("mvn", [mvn, "-B", "-q", "dependency:copy", f"-Dartifact={name}", f"-DoutputDirectory={target}"], home)
+    else:
+        _jgo(name, target)
+    if not any(target.glob("kafka-tools-*.jar")):
+        raise BrokerError(f"{name} could not be fetched\n{WAYS_ON}")
+
+
 def _fetch_by_mvn(target: Path, java: Java) -> None:
     mvn = shutil.which("mvn")
     if mvn is None:
@@ -162,10 +187,13 @@ def _fetch_by_mvn(target: Path, java: Java) -> None:
 
 
 def _fetch_by_jgo(target: Path, java: Java) -> None:
+    _jgo(f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}+org.slf4j:slf4j-simple:{SLF4J_VERSION}", target)
+
+
+def _jgo(endpoint: str, target: Path) -> None:
     with tempfile.TemporaryDirectory() as work:
         packages = Path(work) / "packages"
         _pip(JGO, packages)
-        endpoint = f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}+org.slf4j:slf4j-simple:{SLF4J_VERSION}"
         command = [sys.executable, "-c", _JGO_SCRIPT, work, str(target), endpoint]
         _run("jgo", command, {"PYTHONPATH": str(packages)})
 

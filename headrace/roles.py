@@ -19,6 +19,7 @@ from headrace.schemas.errors import (
     CheckpointError,
     EnvironmentFailed,
     HeadraceError,
+    HungTransaction,
     InvalidRecord,
     ModelError,
     NonFiniteLogprob,
@@ -38,7 +39,7 @@ from .settings import SiteSettings, state_dir
 FINAL = 3
 _FINAL_ERRORS = (SettingsError, RunNotFound, ModelError, NoProgress, TasksExhausted, NonFiniteLogprob, ReplayMismatch,
                  CheckpointError, EnvironmentFailed, InvalidRecord, UndecodableRecord, BlobLost, BlobDamaged,
-                 RecordTooLarge)  # fmt: skip
+                 RecordTooLarge, HungTransaction)  # fmt: skip
 
 Role = Callable[[Mapping[str, Any], RunTopics, RunSettings, SiteSettings, threading.Event, str | None], None]
 

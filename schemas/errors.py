@@ -88,6 +88,10 @@ class Fenced(LogError):
     """Another process took this role over; come back only with a fresh client."""
 
 
+class HungTransaction(LogError):
+    """A transaction that no time-out ends holds back everything behind it; the message says how to abort it."""
+
+
 class DataLossError(LogError):
     """A position lies below what the topic still retains."""
 

@@ -30,6 +30,7 @@ from .assembler import Closed, Fold, Refused, read_event
 from .clock import TICK_AFTER_S
 from .kept import Budget, KeptSpans
 from .log.blobs import Blobs, open_blobs
+from .log.hanging import check_settled
 from .log.policy import Schemas
 from .log.reader import Reader, Record, beginning_offsets, read_backwards
 from .log.transactions import Output, Send, Transactor
@@ -127,6 +128,7 @@ class _Partition:
         self._decode = Schemas(kafka, topics).decode  # a newer writer's events are refused by no pass, or by all
         # First the id, which ends a predecessor's open transaction; only then is the end of `groups` final.
         self._transactor = Transactor({**COMPRESSION, **kafka}, topics.transactional_id("assembler", number))
+        check_settled(kafka, [(topics.name(GROUPS), number), (topics.name(SAMPLES), number)])
         self.progress = self._recover()
         name = topics.name(TRAJECTORIES)
         if self.progress.read_from < begin:

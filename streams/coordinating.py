@@ -43,6 +43,7 @@ from .assembler import read_event
 from .clock import TICK_AFTER_S
 from .coordinator import Coordinator, Decision
 from .intake import Place, letters, understand
+from .log.hanging import check_settled
 from .log.policy import Schemas
 from .log.reader import Reader, Record, beginning_offsets, end_offsets, read_backwards, read_range
 from .log.transactions import Output, Transactor
@@ -72,6 +73,7 @@ def run_coordinator(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSe
     with ExitStack() as stack:
         transactor = Transactor(kafka, topics.transactional_id("coordinator"), record_bytes=MANIFEST_BYTES)
         stack.callback(transactor.close)
+        check_settled(kafka, [(topics.name(TASKS), 0), (topics.name(BATCHES), 0)])
         coordinator = Coordinator(settings, source)
         schemas = Schemas(kafka, topics)
         refused: Refused = []

@@ -1,4 +1,5 @@
-"""What every test may ask for: one real broker of its own for the session, and names that no other test uses."""
+"""What every test may ask for: one real broker of its own for the session, or three nodes, and names that no other test
+uses."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.broker import Broker, start_broker
+from headrace.broker import Broker, broker_status, start_broker, stop_broker
 
 _numbers = itertools.count(1)
 
@@ -25,6 +26,26 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
 def kafka(broker: Broker) -> dict[str, str | int | bool]:
     """The client properties of the session's broker."""
     return {"bootstrap.servers": broker.bootstrap}
+
+
+@pytest.fixture(scope="session")
+def _cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    cluster = start_broker(tmp_path_factory.mktemp("cluster"), nodes=3, owner=True)
+    yield cluster
+    stop_broker(cluster.home)
+
+
+@pytest.fixture
+def cluster(_cluster: Broker) -> Broker:
+    """A broker of three nodes, shared by the session and started for the first test that asks; whole at the start of
+    each test, whatever the one before did to its nodes."""
+    found = broker_status(_cluster.home) or _cluster
+    for node in found.nodes:
+        node.resume()
+        if not node.runs():
+            found = found.start_node(node.number, owner=True)
+    found.wait_in_sync()
+    return found
 
 
 @pytest.fixture

@@ -25,7 +25,8 @@ from headrace.schemas.errors import InvalidRecord, ReplayMismatch
 from headrace.schemas.events import Disposed, GroupCount, Manifest, Version
 from headrace.schemas.hashes import digest
 from headrace.schemas.settings import RunSettings
-from headrace.schemas.topics import BATCHES, RunTopics
+from headrace.schemas.topics import BATCHES, POLICY, RunTopics
+from headrace.streams.log.hanging import check_settled
 from headrace.streams.log.policy import open_settings
 from headrace.streams.log.reader import Reader, Record, beginning_offsets
 from headrace.streams.log.transactions import Transactor
@@ -68,6 +69,7 @@ class Trainer:
                  device: str = "cpu") -> None:  # fmt: skip
         self._kafka, self._topics, self._settings = kafka, topics, settings
         self._transactor = Transactor(kafka, topics.transactional_id("trainer"))
+        check_settled(kafka, [(topics.name(POLICY), 0)])
         self._opened = open_settings(kafka, topics)
         head = read_policy(kafka, topics, self._opened)
         self._versions, self._published, self._by_offset = head.versions, head.published, head.settings

@@ -27,6 +27,10 @@ _log = logging.getLogger("headrace.kafka")
 _log.addHandler(logging.NullHandler())  # else logging's last resort prints warnings to stderr
 
 FRAMING_BYTES = 10_000  # key, headers and what the protocol adds to a record's value
+# A topic was just created, its leader moves, or a broker dies with a question pending: another one knows better soon.
+PASSING = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._RESOLVE, KafkaError._TIMED_OUT,
+           KafkaError._DESTROY_BROKER, KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE,
+           KafkaError.OFFSET_NOT_AVAILABLE}  # fmt: skip
 
 _EVERY_CLIENT: KafkaConfig = {
     "client.id": "headrace",
@@ -73,10 +77,11 @@ def producer(config: KafkaConfig, **over: str | int | bool) -> Producer:
 
 def transactional_producer(config: KafkaConfig, transactional_id: str, timeout_s: float,
                            record_bytes: int = RECORD_BYTES) -> Producer:  # fmt: skip
-    """Not yet initialised. The broker aborts a transaction that stays open for `timeout_s`."""
-    own = {"transactional.id": transactional_id, "transaction.timeout.ms": int(timeout_s * 1000),
-           "message.max.bytes": record_bytes + FRAMING_BYTES}  # fmt: skip
-    return _make(Producer, {**_PRODUCER, **config, **own})
+    """Not yet initialised. The broker aborts a transaction that stays open for `timeout_s`, or for the site's
+    `transaction.timeout.ms`."""
+    timeout = {"transaction.timeout.ms": int(timeout_s * 1000)}
+    own = {"transactional.id": transactional_id, "message.max.bytes": record_bytes + FRAMING_BYTES}
+    return _make(Producer, {**_PRODUCER, **timeout, **config, **own})
 
 
 def consumer(config: KafkaConfig, isolation: Isolation = "read_committed") -> Consumer:
@@ -130,13 +135,23 @@ def create_topics(config: KafkaConfig, specs: Iterable[TopicSpec], timeout_s: fl
 
 def partitions(client: Consumer | Producer | AdminClient, topic: str, timeout_s: float = 30.0) -> list[int]:
     """The partitions of a topic, ascending. Raises LogError where there is no such topic."""
-    try:
-        found = client.list_topics(topic, timeout=timeout_s).topics[topic]
-    except KafkaException as error:
-        raise LogError(f"the partitions of {topic} are not to be had: {reason(error)}") from error
+    found = insist(lambda left_s: client.list_topics(topic, timeout=left_s).topics[topic], timeout_s,
+                   f"the partitions of {topic} are not to be had")  # fmt: skip
     if found.error is not None or not found.partitions:
         raise LogError(f"there is no topic {topic}")
     return sorted(found.partitions)
+
+
+def insist(call: Callable[[float], T], timeout_s: float, what: str) -> T:
+    """Ask (with the seconds that are left) until there is an answer, or an error that won't pass. Raises LogError."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return call(max(1.0, deadline - time.monotonic()))
+        except KafkaException as error:
+            if error.args[0].code() not in PASSING or time.monotonic() > deadline:
+                raise LogError(f"{what}: {reason(error)}") from error
+            time.sleep(0.05)
 
 
 def reason(error: BaseException) -> str:
@@ -155,7 +170,10 @@ def _led(client: AdminClient, deadline: float) -> set[str]:
 
 
 def _make(factory: Callable[..., T], properties: Mapping[str, Any]) -> T:
+    own = dict(properties)
+    if "transactional.id" not in own:
+        own.pop("transaction.timeout.ms", None)  # the site's, for all clients: the others would only warn
     try:
-        return factory(dict(properties), logger=_log)
+        return factory(own, logger=_log)
     except (KafkaException, ValueError, TypeError) as error:
         raise SettingsError(f"Kafka's client refuses a property of the [kafka] table: {reason(error)}") from error

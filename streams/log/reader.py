@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException, TopicPartition
+from confluent_kafka import KafkaError, TopicPartition
 
 from headrace.schemas.errors import DataLossError, LogError
 
-from .clients import Isolation, KafkaConfig, consumer, partitions, reason
+from .clients import PASSING, Isolation, KafkaConfig, consumer, insist, partitions
+from .transactions import TRANSACTION_TIMEOUT_S
 
 Position = tuple[str, int]  # topic, partition
 
@@ -29,10 +30,9 @@ NEAR = 64
 # for the one that is out; who follows the log would only ask more often.
 FOLLOWING_WAIT_MS, JUMPING_WAIT_MS = 100, 10
 STALL_S = 60.0
-# The client mends these by itself.
-_PASSING = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._RESOLVE, KafkaError._TIMED_OUT,
-            KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE}  # fmt: skip
-
+# A follower that stands still below the end looks so often whether a transaction hangs, and takes it for one so long
+# after the time-out of an open one.
+LOOK_S, GRACE_S = 10.0, 30.0
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen: making one for each record read would take four times as long
 class Record:
@@ -58,6 +58,9 @@ class Reader:
         self._partitions: dict[str, list[int]] = {}
         self._positions: dict[Position, int] = {}
         self._at_end: set[Position] = set()
+        self._config, self._looks = config, isolation == "read_committed"
+        self._look_at = time.monotonic() + LOOK_S
+        self._standing: dict[Position, tuple[int, float]] = {}  # offset, and since when
         if positions:
             self.assign(positions)
 
@@ -81,9 +84,12 @@ class Reader:
     def poll(self, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:
         """The next records, in order within a partition; the first one is waited for, the others are not.
 
-        Raises DataLossError when a position is no longer (or not yet) in the log, LogError when Kafka refuses.
+        Raises DataLossError when a position is no longer (or not yet) in the log, HungTransaction when one can't be
+        passed for longer than a transaction may be open, LogError when Kafka refuses.
         """
         deadline = time.monotonic() + timeout_s
+        if self._looks and time.monotonic() >= self._look_at:
+            self._look()
         while True:
             records = self._fetch(max_records, max(0.0, deadline - time.monotonic()))
             # The client waits whole milliseconds: with less than one left it would spin.
@@ -131,26 +137,17 @@ class Reader:
     def bounds(self, topic: str, partition: int, timeout_s: float = 30.0) -> tuple[int, int]:
         """The first retained offset, and where a reader of this isolation would come to a stop now."""
         self._check(topic, partition, timeout_s)
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                left = max(1.0, deadline - time.monotonic())
-                low, high = self._consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=left)
-                return int(low), int(high)
-            except KafkaException as error:
-                # Just created, or its leader moves: the broker says so at once, and knows better a moment later.
-                if error.args[0].code() not in _PASSING or time.monotonic() > deadline:
-                    raise LogError(f"{topic}[{partition}]: its offsets are not to be had: {reason(error)}") from error
-                time.sleep(0.05)
+        place = TopicPartition(topic, partition)
+        low, high = insist(lambda left_s: self._consumer.get_watermark_offsets(place, timeout=left_s), timeout_s,
+                           f"{topic}[{partition}]: its offsets are not to be had")  # fmt: skip
+        return int(low), int(high)
 
     def offset_at(self, topic: str, partition: int, timestamp_ms: int, timeout_s: float = 30.0) -> int:
         """The first offset whose record is not older; the end where all are."""
         self._check(topic, partition, timeout_s)
-        try:
-            asked = [TopicPartition(topic, partition, timestamp_ms)]
-            found = self._consumer.offsets_for_times(asked, timeout=timeout_s)[0]
-        except KafkaException as error:
-            raise LogError(f"{topic}[{partition}]: its offsets are not to be had: {reason(error)}") from error
+        asked = [TopicPartition(topic, partition, timestamp_ms)]
+        found = insist(lambda left_s: self._consumer.offsets_for_times(asked, timeout=left_s)[0], timeout_s,
+                       f"{topic}[{partition}]: its offsets are not to be had")  # fmt: skip
         return int(found.offset) if found.offset >= 0 else self.bounds(topic, partition, timeout_s)[1]
 
     def close(self) -> None:
@@ -191,13 +188,36 @@ class Reader:
                                       tuple(message.headers() or ())))  # fmt: skip
         return records
 
+    def _look(self) -> None:
+        """For positions that stay at the end of what can be read, while more is written."""
+        from .hanging import hung, standing
+
+        limit = int(self._config.get("transaction.timeout.ms", 1000 * TRANSACTION_TIMEOUT_S)) / 1000 + GRACE_S
+        self._look_at = time.monotonic() + LOOK_S
+        for place in self._positions:
+            at, now = self._positions[place], time.monotonic()
+            before, since = self._standing.pop(place, (at, now))
+            # As of the last fetch: cheap, and enough to leave out those that read on.
+            written = self._consumer.get_watermark_offsets(TopicPartition(*place), cached=True)[1]
+            if place not in self._at_end or written <= at:
+                continue
+            if at != before:
+                since = now
+            elif now - since > 2 * LOOK_S:
+                found = standing(self._config, place)
+                if found is None:  # an outage: the time-outs begin anew after it
+                    since = now
+                elif found[0] < found[1] and now - since > limit:
+                    raise hung(self._config, place, *found, now - since)
+            self._standing[place] = at, since
+
     def _note(self, error: KafkaError, place: Position, offset: int | None) -> None:
         if error.code() == KafkaError._PARTITION_EOF:
             if place in self._positions and offset is not None:
                 self._positions[place] = max(offset, self._positions[place])
                 self._at_end.add(place)
             return
-        if error.code() in _PASSING or (error.retriable() and not error.fatal()):
+        if error.code() in PASSING or (error.retriable() and not error.fatal()):
             return
         where = f"{place[0]}[{place[1]}]@{self._positions.get(place, offset)}"
         if error.code() == KafkaError._AUTO_OFFSET_RESET:

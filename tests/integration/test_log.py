@@ -15,10 +15,12 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from headrace.broker import start_broker
-from headrace.schemas.errors import BrokerUnreachable, DataLossError, Fenced, LogError, SettingsError
+from headrace.schemas.errors import BrokerUnreachable, DataLossError, Fenced, HungTransaction, LogError, SettingsError
 from headrace.schemas.topics import TopicSpec
 from headrace.streams.log import clients
+from headrace.streams.log import reader as reader_module
 from headrace.streams.log.clients import KafkaConfig
+from headrace.streams.log.hanging import check_settled
 from headrace.streams.log.reader import (
     Reader,
     beginning_offsets,
@@ -410,3 +412,72 @@ producer.purge()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.count("\n") == 1
+
+
+# --- transactions that hang --------------------------------------------------------------------------------------
+
+
+def test_a_transaction_that_never_ends_is_an_error_that_names_where_and_the_way_out(
+    kafka: KafkaConfig, topic: str, run_name: str, transactor: Transactor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one looks that a dead broker left behind: records beyond which no committed reader comes."""
+    transactor.send(outputs(topic, range(3)))
+    check_settled(kafka, [(topic, 0), (topic, 1)])
+    stranger = clients.transactional_producer(kafka, f"test.{run_name}.stranger", 600.0)
+    stranger.init_transactions()
+    stranger.begin_transaction()
+    stranger.produce(topic, b"open", partition=0)
+    stranger.flush()
+    with pytest.raises(HungTransaction, match=rf"{topic}\[0\]@4: .* written up to 5,.*--start-offset 4"):
+        check_settled(kafka, [(topic, 1), (topic, 0)], within_s=1.0)
+    monkeypatch.setattr(reader_module, "LOOK_S", 0.3)
+    monkeypatch.setattr(reader_module, "GRACE_S", 1.0)
+    patient = {**kafka, "transaction.timeout.ms": 60_000}
+    hasty = {**kafka, "transaction.timeout.ms": 1000}
+    deadline = time.monotonic() + 60.0
+    with Reader(patient, {(topic, 0): 0}) as waits, Reader(hasty, {(topic, 0): 0, (topic, 1): 0}) as stalls:
+        with pytest.raises(HungTransaction, match=rf"{topic}\[0\]@4: .* written up to 5,.*--start-offset 4"):
+            while time.monotonic() < deadline:
+                stalls.poll(timeout_s=0.1)
+                waits.poll(timeout_s=0.1)  # within the time-out it may still be aborted: nothing to complain about
+    stranger.abort_transaction()
+    check_settled(kafka, [(topic, 0)])
+
+
+def test_a_reader_below_a_transaction_that_the_broker_aborts_in_time_reads_on(
+    kafka: KafkaConfig, topic: str, run_name: str, transactor: Transactor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "LOOK_S", 0.3)
+    short = {**kafka, "transaction.timeout.ms": 3000}
+    left = clients.transactional_producer(short, f"test.{run_name}.left", 600.0)
+    left.init_transactions()
+    left.begin_transaction()
+    left.produce(topic, b"open", partition=0)
+    left.flush()
+    plain = clients.producer(kafka)
+    plain.produce(topic, b"behind", partition=0)
+    plain.flush()
+    seen: list[bytes | None] = []
+    deadline = time.monotonic() + 60.0
+    with Reader(short, {(topic, 0): 0}) as reader:
+        while not seen and time.monotonic() < deadline:
+            seen += [record.value for record in reader.poll(timeout_s=0.2)]
+    assert seen == [b"behind"]
+
+
+def test_a_question_that_dies_with_its_broker_is_asked_again(kafka: KafkaConfig, topic: str) -> None:
+    """With several brokers the client may have asked the one that dies, and then says `_DESTROY_BROKER`."""
+
+    def dies(*_: Any, **__: Any) -> None:
+        raise KafkaException(KafkaError(KafkaError._DESTROY_BROKER))
+
+    with Reader(kafka) as reader:
+        for method, ask in (("list_topics", lambda: reader.partitions(topic)),
+                            ("get_watermark_offsets", lambda: reader.bounds(topic, 0)),
+                            ("offsets_for_times", lambda: reader.offset_at(topic, 0, 0))):  # fmt: skip
+            expected = ask()
+            reader._partitions.clear()
+            meddler, real = Meddler(reader._consumer, method, dies), reader._consumer
+            reader._consumer = meddler  # type: ignore[assignment]
+            assert ask() == expected and meddler.meddled == 1, method
+            reader._consumer = real
