@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -54,6 +55,9 @@ ENDS: list[tuple[float | None, Outcome | None]] = [
     (1.0, None), (0.0, None), (1.0, None), (0.5, None), (None, Outcome.INFRA_FAILURE), (None, Outcome.UNKNOWN),
     (None, Outcome.MODEL_FAILURE), (float("nan"), Outcome.MODEL_SUCCESS),
 ]  # fmt: skip
+
+
+BROKEN = pack_float32(np.array([np.nan, 1.0], np.float32))
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ def told(rules: Sequence[Rules], moves: Sequence[Move]) -> list[Record]:
             put(script.span(2 + move.choice))
             put(script.ended(*ENDS[move.choice]))
         elif move.kind == "invalid":
-            put(replace(script.span(2), logprobs=None if move.choice % 2 else pack_float32([float("nan"), 1.0])))
+            put(replace(script.span(2), logprobs=None if move.choice % 2 else BROKEN))
         elif move.kind == "early" and script.sequence == 0:
             put(script.span(2))
         elif move.kind in ("repeat", "conflict"):
