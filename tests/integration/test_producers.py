@@ -91,8 +91,8 @@ def test_managed_producer_is_given_a_group_and_what_it_writes_is_trained_like_a_
     run = ScriptedRun(kafka, RunTopics(run_name), scripted_settings())
     try:
         with ThreadPoolExecutor(1) as pool, open_producer(run_name, kafka) as producer:
-            driven = pool.submit(run.until, 4)
-            with producer.group(size=3, wait_s=50.0) as group:
+            driven = pool.submit(run.until, 4, 240.0)
+            with producer.group(size=3, wait_s=200.0) as group:
                 assert group.slots == [0, 1, 2] and group.task.source == "reasoning_gym"
                 for slot in group.slots:
                     with group.episode(slot) as episode:
@@ -102,7 +102,7 @@ def test_managed_producer_is_given_a_group_and_what_it_writes_is_trained_like_a_
                         episode.finish(float(slot == 1))
             producer.flush()
             driven.result()
-        run.until(6)  # whatever was ready by then has been batched
+        run.until(6, 240.0)  # whatever was ready by then has been batched
     finally:
         run.close()
     opened = open_run(run_name, kafka)
