@@ -84,9 +84,12 @@ def report(result: Result) -> Iterator[str]:
         yield f"| {kind} | {len(faults)} | {max(f.stall_s for f in faults):.1f} | {sum(f.deaths for f in faults)} |"
     yield f"| all | {len(result.faults)} | {max((f.stall_s for f in result.faults), default=0.0):.1f} | |"
     yield ""
-    yield (f"{result.groups} groups, {result.attempts} counted slots tried again; lost {len(result.lost)}, doubled "
-           f"{len(result.doubled)}, different {len(result.different)}; "
-           f"ledgers {'do not close' if result.ledger else 'close'}")  # fmt: skip
+    if result.groups:
+        yield (f"{result.groups} groups, {result.attempts} counted slots tried again; lost {len(result.lost)}, doubled "
+               f"{len(result.doubled)}, different {len(result.different)}; "
+               f"ledgers {'do not close' if result.ledger else 'close'}")  # fmt: skip
+    else:
+        yield "nothing was compared"
     if result.faults:
         worst = max(result.faults, key=lambda f: f.stall_s)
         yield (f"longest stall {worst.stall_s:.1f} s, by fault {worst.number}: {worst.kind} ({worst.what}); without "
