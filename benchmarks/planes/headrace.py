@@ -89,8 +89,8 @@ def worker(run: str, bootstrap: str, path: str, *_: str) -> None:
                            lambda key, event: outbox.put(trajectories, key, event, wait_s=60))  # fmt: skip
                     outbox.poll()
                 done += 1
-    left = outbox.close(60)
-    print(json.dumps({"cpu_s": time.process_time() - began, "left": left}), flush=True)
+    outbox.close(60)  # what it couldn't send will not arrive
+    print(json.dumps({"cpu_s": time.process_time() - began}), flush=True)
 
 
 def _write(group: str, incarnation: str, episode: load.Episode, send: Any) -> None:
@@ -126,7 +126,7 @@ def fill(run: str, bootstrap: str, path: str, *_: str) -> None:
         for episode in group:
             _write(key, "w0", episode, lambda key, event: outbox.put(name, key, event, wait_s=60))
         outbox.poll()
-    print(json.dumps({"left": outbox.close(60)}), flush=True)
+    outbox.close(60)
 
 
 def bare(run: str, bootstrap: str, columns: str, *_: str) -> None:
@@ -255,8 +255,8 @@ def assembler_and_bare(work: Work) -> dict[str, float]:
     from ..harness import CannotMeasure, Started, run_process
 
     topics, argv = _run(work)
-    if run_process(argv("fill", work.path)).last_json()["left"]:
-        raise CannotMeasure("the load couldn't be written")
+    if (filled := run_process(argv("fill", work.path))).code:
+        raise CannotMeasure(f"the load couldn't be written:\n{filled.output[-2000:]}")
     out: dict[str, float] = {}
     name, partitions = topics.name(GROUPS), settings(work.groups, work.batch).log.partitions
     with Started(argv("assembler")) as process:
