@@ -45,7 +45,9 @@ def assembler(run: str, bootstrap: str, *_: str) -> None:
     from headrace.streams.log.policy import open_settings
 
     kafka, topics = {"bootstrap.servers": bootstrap}, RunTopics(run)
+    began = time.process_time()
     run_assembler(kafka, topics, open_settings(kafka, topics).settings, _stop_on_term())
+    print(json.dumps({"cpu_s": time.process_time() - began}), flush=True)
 
 
 def coordinator(run: str, bootstrap: str, *_: str) -> None:
@@ -260,30 +262,17 @@ def assembler_and_bare(work: Work) -> dict[str, float]:
     out: dict[str, float] = {}
     name, partitions = topics.name(GROUPS), settings(work.groups, work.batch).log.partitions
     with Started(argv("assembler")) as process:
-        process.expect("assembling")
-        # It may have folded a little by the time that its first line is seen: its start costs what an idle one's did.
         closed, end = 0, time.monotonic() + 300
         with Reader({"bootstrap.servers": work.bootstrap}, {(name, p): 0 for p in range(partitions)}) as reader:
             while closed < work.groups:
                 closed += sum(kind_of(record.value) is GroupClosed for record in reader.poll(1000, 0.02))
                 if not process.alive() or time.monotonic() > end:
                     raise CannotMeasure(f"the assembler closed {closed} groups:\n{process.output()[-2000:]}")
-        out["assembler"] = process.cpu_s() - _idle_cpu(work)
         process.signal(signal.SIGTERM)
-        process.wait(60)
+        out["assembler"] = float(process.wait(60).last_json()["cpu_s"])
     for bare, how in ((BARE, "objects"), (COLUMNS, "columns")):
         out[bare] = float(run_process(argv("bare", how)).last_json()["cpu_s"])
     return out
-
-
-def _idle_cpu(work: Work) -> float:
-    """What an assembler costs until it has nothing to do: its start, without a record to fold."""
-    from ..harness import Started
-
-    _, argv = _run(work)
-    with Started(argv("assembler")) as process:
-        process.expect("assembling")
-        return process.cpu_s()
 
 
 def main() -> None:
