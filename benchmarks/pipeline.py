@@ -10,8 +10,8 @@ Tokens are model tokens; groups of eight episodes, batches of groups. The episod
 JSON costs by the token and a log by the record. CPU seconds are of all processes of a plane from the first event on,
 their start left out; a broker's, or a framework's own servers', stand apart. Wall-clock runs from the producer's start
 to the last batch. Bytes: what a plane writes to topics, or sends through sockets, per token. "Survives kill -9": the
-process that holds episodes between producer and batch is killed in the middle and started again; then every group has
-to arrive, once.
+process that holds episodes between producer and batch is killed when the first batch is there and, where it can be,
+started again; then every group has to arrive, once.
 
 The docstrings of benchmarks/planes say how each plane is used and what it does not do.
 """

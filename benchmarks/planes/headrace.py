@@ -45,7 +45,9 @@ def assembler(run: str, bootstrap: str, *_: str) -> None:
     from headrace.streams.log.policy import open_settings
 
     kafka, topics = {"bootstrap.servers": bootstrap}, RunTopics(run)
+    began = time.process_time()
     run_assembler(kafka, topics, open_settings(kafka, topics).settings, _stop_on_term())
+    print(json.dumps({"cpu_s": time.process_time() - began}), flush=True)
 
 
 def coordinator(run: str, bootstrap: str, *_: str) -> None:
@@ -89,8 +91,8 @@ def worker(run: str, bootstrap: str, path: str, *_: str) -> None:
                            lambda key, event: outbox.put(trajectories, key, event, wait_s=60))  # fmt: skip
                     outbox.poll()
                 done += 1
-    left = outbox.close(60)
-    print(json.dumps({"cpu_s": time.process_time() - began, "left": left}), flush=True)
+    outbox.close(60)  # what it couldn't send will not arrive
+    print(json.dumps({"cpu_s": time.process_time() - began}), flush=True)
 
 
 def _write(group: str, incarnation: str, episode: load.Episode, send: Any) -> None:
@@ -126,7 +128,7 @@ def fill(run: str, bootstrap: str, path: str, *_: str) -> None:
         for episode in group:
             _write(key, "w0", episode, lambda key, event: outbox.put(name, key, event, wait_s=60))
         outbox.poll()
-    print(json.dumps({"left": outbox.close(60)}), flush=True)
+    outbox.close(60)
 
 
 def bare(run: str, bootstrap: str, columns: str, *_: str) -> None:
@@ -255,35 +257,22 @@ def assembler_and_bare(work: Work) -> dict[str, float]:
     from ..harness import CannotMeasure, Started, run_process
 
     topics, argv = _run(work)
-    if run_process(argv("fill", work.path)).last_json()["left"]:
-        raise CannotMeasure("the load couldn't be written")
+    if (filled := run_process(argv("fill", work.path))).code:
+        raise CannotMeasure(f"the load couldn't be written:\n{filled.output[-2000:]}")
     out: dict[str, float] = {}
     name, partitions = topics.name(GROUPS), settings(work.groups, work.batch).log.partitions
     with Started(argv("assembler")) as process:
-        process.expect("assembling")
-        # It may have folded a little by the time that its first line is seen: its start costs what an idle one's did.
         closed, end = 0, time.monotonic() + 300
         with Reader({"bootstrap.servers": work.bootstrap}, {(name, p): 0 for p in range(partitions)}) as reader:
             while closed < work.groups:
                 closed += sum(kind_of(record.value) is GroupClosed for record in reader.poll(1000, 0.02))
                 if not process.alive() or time.monotonic() > end:
                     raise CannotMeasure(f"the assembler closed {closed} groups:\n{process.output()[-2000:]}")
-        out["assembler"] = process.cpu_s() - _idle_cpu(work)
         process.signal(signal.SIGTERM)
-        process.wait(60)
+        out["assembler"] = float(process.wait(60).last_json()["cpu_s"])
     for bare, how in ((BARE, "objects"), (COLUMNS, "columns")):
         out[bare] = float(run_process(argv("bare", how)).last_json()["cpu_s"])
     return out
-
-
-def _idle_cpu(work: Work) -> float:
-    """What an assembler costs until it has nothing to do: its start, without a record to fold."""
-    from ..harness import Started
-
-    _, argv = _run(work)
-    with Started(argv("assembler")) as process:
-        process.expect("assembling")
-        return process.cpu_s()
 
 
 def main() -> None:

@@ -158,16 +158,18 @@ def run(work: Work, kill: bool) -> Ran:
                 _kill_storage(driver.pid)
             if (done := next((line for line in lines if line.startswith("done ")), None)) is not None:
                 break
+            if shot and (not driver.alive() or time.monotonic() - began > 120):
+                break
             if not driver.alive() or time.monotonic() - began > 300:
                 raise CannotMeasure(f"the trainer gave {taken} batches:\n{driver.output()[-2000:]}")
             time.sleep(0.02)
         if not taken:
             raise CannotMeasure(next((line.strip() for line in lines if line.startswith("failed")), "no batch came"))
-        after = _cpu(driver.pid)
+        after = _cpu(driver.pid) if driver.alive() else {}
         spent = {name: after[name] - before.get(name, 0.0) for name in after}
         ran.cpu_s = {name: spent[name] for name in PLANE.values() if name in spent}
         ran.beside_s = {name: spent[name] for name in ("trainer", "Ray") if name in spent}
-        ran.moved += json.loads(done[5:])["sent"]
+        ran.moved += json.loads(done[5:])["sent"] if done else 0
         driver.signal(signal.SIGUSR1)
         driver.wait(60)
     return ran
