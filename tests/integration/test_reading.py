@@ -218,7 +218,8 @@ def test_cat_shows_dead_letters_with_origin_reason_and_bytes(scripted: ScriptedR
 @pytest.mark.parametrize(
     "args",
     [("ledger", "nowhere"), ("cat", "nowhere"), ("show", "nowhere", "groups"), ("status", "nowhere"),
-     ("ledger", NAME, "--at", "yesterday"), ("ledger", NAME, "--at", "999999"), ("cat", NAME, "nothing"), ("cat", NAME, "--from", "yesterday"), ("show", NAME, "things"),
+     ("ledger", NAME, "--at", "yesterday"), ("ledger", NAME, "--at", "999999"), ("cat", NAME, "nothing"),
+     ("cat", NAME, "--from", "yesterday"), ("show", NAME, "things"),
      ("show", NAME, "groups/g99")],
 )  # fmt: skip
 def test_wrong_use_is_one_line_and_exit_2(scripted: ScriptedRun, headrace: Command, args: tuple[str, ...]) -> None:
