@@ -18,7 +18,9 @@ import pytest
 from fastavro.schema import to_parsing_canonical_form
 
 from headrace import create
-from headrace.consumers.facts import Failures, read_facts
+from headrace.consumers.accounts import Accounts
+from headrace.consumers.facts import Failures
+from headrace.consumers.index import Index
 from headrace.consumers.proofs import check_policy
 from headrace.consumers.source import Snapshot
 from headrace.create import create_run
@@ -83,8 +85,8 @@ def everything(kafka: Kafka, topics: RunTopics, topic: str) -> list[Any]:
 
 def failures_of_policy(kafka: Kafka, topics: RunTopics) -> list[str]:
     failures = Failures()
-    source = Snapshot(kafka, topics)
-    check_policy(list(read_facts(source, POLICY, 0, failures)), [], failures)
+    with Index() as index:
+        check_policy(Snapshot(kafka, topics), index, Accounts(), failures)
     return failures.lines
 
 

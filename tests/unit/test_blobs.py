@@ -109,10 +109,10 @@ def test_manifest_that_no_record_holds_is_an_error_that_names_the_setting() -> N
         segment_count=b"", segment_drift=b"", segment_weight=b"",
     )  # fmt: skip
     with pytest.raises(RecordTooLarge, match="manifest of batch 3 takes .* lower batch.groups"):
-        _outputs(RunTopics("run"), Decision(batches=[(manifest, b"\0" * (MANIFEST_BYTES + 1))]))
+        _outputs(RunTopics("run"), Decision(batches=[(manifest, b"\0" * (MANIFEST_BYTES + 1))]), [])
     huge = lease(task=Task("big-1", "jsonl", "x" * RECORD_BYTES, 0))
     with pytest.raises(RecordTooLarge, match="task big-1"):
-        _outputs(RunTopics("run"), Decision(tasks=[huge], trajectories=[huge]))
+        _outputs(RunTopics("run"), Decision(tasks=[huge], trajectories=[huge]), [])
 
 
 def test_only_batches_take_records_beyond_the_usual_limit() -> None:
