@@ -17,7 +17,7 @@ import numpy as np
 
 from headrace.schemas.chain import Chain
 from headrace.schemas.codec import encode
-from headrace.schemas.columns import pack_float32, pack_int32, pack_int64
+from headrace.schemas.columns import pack_float32, pack_ids, pack_int32, pack_int64
 from headrace.schemas.events import (
     Assignment,
     AttemptEnded,
@@ -133,9 +133,9 @@ class _Writer:
         self.leases = 0
         random = np.random.default_rng(0)
         n = shape.span_tokens
-        self.columns = [(pack_int32(random.integers(0, 50_000, n).astype(np.int32)),
+        self.columns = [(pack_ids(random.integers(0, 50_000, n).astype(np.int32)),
                          pack_float32(-random.exponential(1.0, n).astype(np.float32))) for _ in range(64)]  # fmt: skip
-        self.prompt = pack_int32(random.integers(0, 50_000, shape.prompt_tokens).astype(np.int32))
+        self.prompt = pack_ids(random.integers(0, 50_000, shape.prompt_tokens).astype(np.int32))
         self.spec = GroupSpec(shape.slots, 0, 3, 1, 600.0, 3600.0, "survivors", "refill", 1 << 20)
 
     def put(self, topic: str, partition: int, value: bytes) -> int:

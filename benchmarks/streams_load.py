@@ -20,7 +20,7 @@ from confluent_kafka import Producer
 from headrace.create import create_run
 from headrace.schemas.chain import Chain
 from headrace.schemas.codec import encode
-from headrace.schemas.columns import pack_float32, pack_int32
+from headrace.schemas.columns import pack_float32, pack_ids
 from headrace.schemas.events import (
     Assignment,
     EpisodeEnded,
@@ -108,7 +108,7 @@ class Rollouts:
         ids = self._draw.integers(0, 50_000, tokens).astype(np.int32)
         logprobs = -(self._draw.exponential(0.5, tokens) * (self._draw.random(tokens) < 0.6)).astype(np.float32)
         self.put(group, Span(group, slot, 0, self._incarnation, sequence, Source.MODEL, 0, -1, tokens,
-                             (VersionRun(0, tokens),), None, None, None, {}, pack_int32(ids),
+                             (VersionRun(0, tokens),), None, None, None, {}, pack_ids(ids),
                              pack_float32(logprobs.astype(np.float32)), None, None))  # fmt: skip
 
     def end(self, group: str, slot: int, sequence: int) -> None:

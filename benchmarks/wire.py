@@ -23,7 +23,7 @@ import numpy as np
 from headrace.broker import Broker
 from headrace.producers.episodes import Attempt, EpisodeWriter
 from headrace.schemas.codec import decode, encode
-from headrace.schemas.columns import Float32, Int32, pack_float32, pack_int32
+from headrace.schemas.columns import Float32, Int32, pack_float32, pack_ids
 from headrace.schemas.events import Event, Span, VersionRun
 from headrace.schemas.outcomes import Outcome, Source
 from headrace.schemas.topics import TopicSpec
@@ -48,7 +48,7 @@ class Ours:
     name = "Headrace"
 
     def encode(self, piece: Piece) -> list[bytes]:
-        return [encode(self.span(piece, pack_int32(piece.ids), pack_float32(piece.logprobs)))]
+        return [encode(self.span(piece, pack_ids(piece.ids), pack_float32(piece.logprobs)))]
 
     @staticmethod
     def span(piece: Piece, tokens: bytes, logprobs: bytes) -> Span:

@@ -17,7 +17,7 @@ import numpy as np
 
 from headrace.consumers.letters import origin
 from headrace.schemas.codec import to_plain
-from headrace.schemas.columns import unpack_float32, unpack_int32, unpack_int64
+from headrace.schemas.columns import unpack_float32, unpack_ids, unpack_int32, unpack_int64
 from headrace.schemas.errors import UndecodableRecord
 from headrace.schemas.events import DeadLetter, Event, Manifest, Position, Span
 from headrace.schemas.topics import RunTopics
@@ -35,7 +35,7 @@ _UINT8: _Unpack = lambda data: np.frombuffer(data, np.uint8).tolist()  # noqa: E
 _BASE64: _Unpack = lambda data: base64.b64encode(data).decode()  # noqa: E731
 
 _COLUMNS: Mapping[type, Mapping[str, _Unpack]] = {
-    Span: {"tokens": _INT32, "logprobs": _FLOAT32, "mask": _UINT8, "entropies": _FLOAT32},
+    Span: {"logprobs": _FLOAT32, "mask": _UINT8, "entropies": _FLOAT32},
     Position: {"gaps": _INT64, "crcs": _INT64},
     Manifest: {
         "segment_group": _INT32, "segment_slot": _INT32, "segment_version": _INT32, "segment_count": _INT32,
@@ -96,7 +96,10 @@ def _short(value: Any) -> str:
 
 def event_row(event: Event, raw: bool = False) -> dict[str, Any]:
     """An event's fields. `raw` leaves bytes as they are, in base64."""
-    columns = {} if raw else _COLUMNS.get(type(event), {})
+    columns = {} if raw else dict(_COLUMNS.get(type(event), {}))
+    if isinstance(event, Span) and not raw:
+        count = event.count  # without which a column of ids can't be read
+        columns["tokens"] = lambda data: unpack_ids(data, count).tolist()
     row = to_plain(event)
     for name, unpack in columns.items():
         if row[name] is not None:

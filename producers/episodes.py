@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headrace.schemas.codec import encode
-from headrace.schemas.columns import pack_float32, pack_int32
+from headrace.schemas.columns import pack_float32, pack_ids
 from headrace.schemas.errors import AttemptOver, Backpressure, InvalidRecord, RecordTooLarge
 from headrace.schemas.events import Blob, EpisodeEnded, EpisodeStarted, Event, Span, VersionRun
 from headrace.schemas.outcomes import REASON_DELIVERY_FAILED, Boundary, Outcome, Source
@@ -241,7 +241,7 @@ class EpisodeWriter:
         tokens = np.concatenate(span.tokens).astype(np.int32, copy=False)
         return Span(a.group, a.slot, a.attempt, a.incarnation, self._sequence, span.source, span.turn, -1,
                     len(tokens), tuple(VersionRun(version, count) for version, count in span.versions), stop_reason,
-                    None, span.detail, {}, pack_int32(tokens),
+                    None, span.detail, {}, pack_ids(tokens),
                     pack_float32(np.concatenate(span.logprobs)) if model else None, None, None, blob)  # fmt: skip
 
     def _settle(self) -> None:

@@ -1,7 +1,9 @@
 """Token columns: how a run of integers or floats becomes bytes.
 
-Little-endian 32-bit values, shuffled by byte (all first bytes, then all second bytes, ...), so that the producer's zstd
-finds the near-constant high bytes next to each other: 4.9 bytes per token against 5.2 unshuffled, on real samples.
+Numbers are little-endian and shuffled by byte (all first bytes, then all second bytes, ...): zstd then finds the
+near-constant high bytes next to each other. Token ids are cut at 16 bits instead: their low halves side by side, then
+what is above them, if anything is. There zstd finds words and phrases again, which a shuffle would tear apart: 5.1
+bytes per token with logprobs against 5.25 shuffled and 5.4 plain, on real samples.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ Float32 = NDArray[np.float32]
 
 
 _INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
+_UINT16, _UINT32 = np.dtype("<u2"), np.dtype("<u4")
 
 
 def _shuffle(values: NDArray[np.generic]) -> bytes:
@@ -29,12 +32,49 @@ def _unshuffle(data: bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
     count, odd = divmod(len(data), width)
     if odd:
         raise ValueError(f"a column of {len(data)} bytes is not a whole number of {width}-byte values")
-    out, planes = bytearray(len(data)), width
-    if dtype == _INT32 and data.count(0, 2 * count) == 2 * count:
-        planes = 2  # the high bytes of token ids are 0 as a rule, and so is `out`: a look at them is cheaper
-    for i in range(planes):
+    out = bytearray(len(data))
+    for i in range(width):
         out[i::width] = data[i * count : (i + 1) * count]
     return np.frombuffer(out, dtype)
+
+
+def pack_ids(ids: Int32) -> bytes:
+    """Token ids int32[n] -> 2n bytes where all are below 2^16, 3n where they are below 2^24, else 4n (shuffled)."""
+    values = np.asarray(ids, _INT32)
+    unsigned = values.view(_UINT32)
+    most = int(unsigned.max(initial=0))  # a negative id is a large one here
+    if most < 1 << 16:
+        return unsigned.astype(_UINT16).tobytes()
+    if most < 1 << 24:
+        return unsigned.astype(_UINT16).tobytes() + values.tobytes()[2::4]
+    return _shuffle(values)
+
+
+def unpack_ids(data: bytes, count: int) -> Int32:
+    """-> int32[count]. Raises ValueError where the bytes aren't those of so many ids."""
+    if len(data) == 2 * count:
+        return np.frombuffer(data, _UINT16).astype(np.int32)
+    if len(data) == 3 * count:
+        ids = np.frombuffer(data, _UINT16, count).astype(np.int32)
+        return ids + (np.frombuffer(data, np.uint8, offset=2 * count).astype(np.int32) << 16)
+    if len(data) == 4 * count:
+        return unpack_int32(data)
+    raise ValueError(f"a column of {len(data)} bytes does not hold {count} token ids")
+
+
+def halves(data: bytes, count: int) -> tuple[bytes, bytes | None]:
+    """Of a column of `count` token ids: the low and the high 16 bits of each, 2 * count bytes each, little-endian. None
+    for high ones that are all 0. Without arrays: whoever hashes all that is sampled needs them fast."""
+    if len(data) == 2 * count:
+        return data, None
+    if len(data) == 3 * count:
+        high = bytearray(2 * count)
+        high[::2] = data[2 * count :]
+        return data[: 2 * count], bytes(high) if any(high) else None
+    low, high = bytearray(2 * count), bytearray(2 * count)
+    planes = [data[i * count : (i + 1) * count] for i in range(4)]
+    low[::2], low[1::2], high[::2], high[1::2] = planes
+    return bytes(low), bytes(high) if any(high) else None
 
 
 def pack_int32(values: Int32) -> bytes:

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
-from .columns import Float32, Int32, unpack_float32, unpack_int32
+from .columns import Float32, Int32, unpack_float32, unpack_ids
 from .errors import InvalidRecord
 from .outcomes import Source
 
@@ -245,7 +245,7 @@ class Span:
 
     def token_ids(self) -> Int32:
         """int32[count]."""
-        return unpack_int32(self.tokens)
+        return unpack_ids(self.tokens, self.count)
 
     def behaviour_logprobs(self) -> Float32 | None:
         """float32[count], or None for a span that no model sampled."""
@@ -261,7 +261,7 @@ class Span:
 
     def check(self) -> None:
         """Raises InvalidRecord where the columns contradict each other or a model token has no logprob."""
-        if len(self.tokens) != 4 * self.count:
+        if self.count < 0 or len(self.tokens) not in (2 * self.count, 3 * self.count, 4 * self.count):
             raise InvalidRecord(f"a span of {self.count} tokens has {len(self.tokens)} bytes of ids")
         if self.source not in _SOURCES:
             raise InvalidRecord(f"unknown span source {self.source!r}")

@@ -6,15 +6,16 @@ attempt, incarnation, offsets nor times, nor where spans were cut: two runs that
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .codec import decode, encode
-from .columns import Float32, Int32, unpack_float32, unpack_int32
+from .columns import Float32, Int32, halves, unpack_float32, unpack_ids
 from .errors import InvalidRecord
 from .events import GroupPayload, PayloadEpisode, PayloadSpan, SampleChunk, Span
 from .hashes import hasher
@@ -22,6 +23,7 @@ from .outcomes import Source
 
 CHUNK_BYTES = 900_000
 _TRUTH = bytes([0, *[1] * 255])  # of a byte, as a byte
+_RUN = struct.Struct("<qq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ def episode_columns(episode: PayloadEpisode) -> EpisodeColumns:
     tokens, logprobs, versions, trainable = [], [], [], []
     for span in episode.spans:
         model = span.source == Source.MODEL
-        tokens.append(unpack_int32(span.tokens))
+        tokens.append(unpack_ids(span.tokens, span.count))
         logprobs.append(
             unpack_float32(span.logprobs) if span.logprobs is not None else np.zeros(span.count, np.float32)
         )
@@ -68,59 +70,65 @@ def episode_columns(episode: PayloadEpisode) -> EpisodeColumns:
 
 
 def content_hash(payload: GroupPayload) -> bytes:
-    """16 bytes (`hashes.CONTENT_ALGORITHM`) over what is trained, in slot order."""
+    """16 bytes over what is trained, in slot order (`hashes.CONTENT_ALGORITHM`; docs/wire.md, section 7)."""
     hashed = hasher()
-    for i, part in enumerate(_hashed_parts(payload)):
-        if i:
-            hashed.update(b"\0")
+    for part in _hashed_parts(payload):
+        hashed.update(len(part).to_bytes(8, "little"))
         hashed.update(part)
     return hashed.digest()
 
 
-def _hashed_parts(payload: GroupPayload) -> Iterator[bytes | bytearray]:
-    """The columns of `episode_columns` as bytes, without the arrays: the assembler hashes all that is trained."""
+def _hashed_parts(payload: GroupPayload) -> Iterator[bytes]:
+    """Columns as they lie in the spans, cut where the columns are and not where the spans are; no arrays are made,
+    since the assembler hashes all that may be trained."""
     task = payload.task
-    yield repr((task.id, task.source, task.data, task.seed)).encode()
+    yield task.id.encode()
+    yield task.source.encode()
+    yield task.data.encode()
+    yield struct.pack("<q", task.seed)
     for episode in sorted(payload.episodes, key=lambda e: e.slot):
         spans = episode.spans
-        size = struct.pack("<q", sum(span.count for span in spans))
         reward = float("nan") if episode.reward is None else episode.reward
         yield struct.pack("<qd?d", episode.slot, reward, episode.reward is None, episode.temperature)
         yield episode.outcome.encode()
-        yield size
-        yield _concatenated([span.tokens for span in spans])
-        yield size
-        yield _concatenated([bytes(4 * span.count) if span.logprobs is None else span.logprobs for span in spans])
-        yield size
-        yield b"".join(_version_bytes(span) for span in spans)
-        yield size
-        yield b"".join(_trainable_bytes(span) for span in spans)
+        ids = [halves(span.tokens, span.count) for span in spans]
+        yield b"".join([low for low, _ in ids])
+        high = any(part is not None for _, part in ids)
+        yield b"".join([part or bytes(2 * span.count) for (_, part), span in zip(ids, spans, strict=True)]) * high
+        yield b"".join([_plane(span, i) for i in range(4) for span in spans])
+        yield b"".join([_RUN.pack(*run) for run in _merged(run for span in spans for run in _version_runs(span))])
+        yield b"".join([_RUN.pack(*run) for run in _merged(run for span in spans for run in _trainable_runs(span))])
 
 
-def _concatenated(columns: Sequence[bytes]) -> bytearray:
-    """32-bit columns, each shuffled by byte: their values one after the other, as they were before."""
-    values = bytearray(sum(map(len, columns)))
-    start = 0
-    for column in columns:
-        n = len(column) // 4
-        for i in range(4):
-            plane = column[i * n : (i + 1) * n]
-            if plane[:1] != b"\0" or plane.count(0) < n:  # those of token ids' high bytes often hold nothing but 0
-                values[start + i : start + 4 * n : 4] = plane
-        start += 4 * n
-    return values
+def _plane(span: PayloadSpan, i: int) -> bytes:
+    """Byte `i` of each logprob."""
+    n = span.count
+    return bytes(n) if span.logprobs is None else span.logprobs[i * n : (i + 1) * n]
 
 
-def _version_bytes(span: PayloadSpan) -> bytes:
+def _version_runs(span: PayloadSpan) -> Iterable[tuple[int, int]]:
     if span.source != Source.MODEL or not span.versions:
-        return struct.pack("<i", -1) * span.count
-    return b"".join([struct.pack("<i", run.version) * run.count for run in span.versions])
+        return ((-1, span.count),)
+    return [(run.version, run.count) for run in span.versions]
 
 
-def _trainable_bytes(span: PayloadSpan) -> bytes:
-    if span.source != Source.MODEL:
-        return bytes(span.count)
-    return b"\1" * span.count if span.mask is None else span.mask.translate(_TRUTH)
+def _trainable_runs(span: PayloadSpan) -> Iterable[tuple[int, int]]:
+    if span.source != Source.MODEL or span.mask is None:
+        return ((int(span.source == Source.MODEL), span.count),)
+    return [(int(value), len(list(same))) for value, same in itertools.groupby(span.mask.translate(_TRUTH))]
+
+
+def _merged(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """(value, count), neighbours of one value together, none of no length."""
+    value, total = 0, 0
+    for one, count in runs:
+        if one != value and total:
+            yield value, total
+            total = 0
+        if count:
+            value, total = one, total + count
+    if total:
+        yield value, total
 
 
 def to_chunks(payload: GroupPayload, limit: int = CHUNK_BYTES) -> list[SampleChunk]:

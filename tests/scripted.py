@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from headrace.schemas.codec import encode
-from headrace.schemas.columns import pack_float32, pack_int32
+from headrace.schemas.columns import pack_float32, pack_ids
 from headrace.schemas.events import (
     Assignment,
     EpisodeEnded,
@@ -80,7 +80,7 @@ class Script:
         return Span(
             **self._identity(), source=source, turn=0, parent=-1, count=count,
             versions=(VersionRun(self.version, count),) if model else (), stop_reason=None, engine=None, detail=None,
-            timings_ms={}, tokens=pack_int32(tokens),
+            timings_ms={}, tokens=pack_ids(tokens),
             logprobs=pack_float32(np.full(count, -0.5, np.float32)) if model else None, mask=None, entropies=None,
         )  # fmt: skip
 

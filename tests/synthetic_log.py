@@ -16,7 +16,7 @@ import xxhash
 
 from headrace.schemas.chain import Chain
 from headrace.schemas.codec import decode
-from headrace.schemas.columns import pack_float32, pack_int32, pack_int64
+from headrace.schemas.columns import pack_float32, pack_ids, pack_int32, pack_int64
 from headrace.schemas.events import (
     Addendum,
     Assignment,
@@ -171,7 +171,7 @@ class SyntheticRun:
             None,
             None,
             {},
-            pack_int32(np.arange(PROMPT, dtype=np.int32)),
+            pack_ids(np.arange(PROMPT, dtype=np.int32)),
             None,
             None,
             None,
@@ -201,7 +201,7 @@ class SyntheticRun:
             None,
             None,
             {"decode": 1.0},
-            pack_int32(ids),
+            pack_ids(ids),
             pack_float32(np.full(tokens, -0.5, np.float32)),
             None,
             None,

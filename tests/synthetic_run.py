@@ -14,7 +14,7 @@ import numpy as np
 from headrace.create import create_run
 from headrace.schemas.chain import Chain
 from headrace.schemas.codec import encode
-from headrace.schemas.columns import pack_float32, pack_int32
+from headrace.schemas.columns import pack_float32, pack_ids, pack_int32
 from headrace.schemas.events import (
     GroupClosed,
     GroupPayload,
@@ -64,7 +64,7 @@ def span(source: Source, tokens: Any, logprobs: Any = None, versions: Sequence[i
         else:
             runs.append(VersionRun(version, 1))
     packed = None if logprobs is None else pack_float32(np.asarray(logprobs, np.float32))
-    return PayloadSpan(str(source), 0, -1, len(column), tuple(runs), pack_int32(column), packed, None)
+    return PayloadSpan(str(source), 0, -1, len(column), tuple(runs), pack_ids(column), packed, None)
 
 
 def episode(slot: int, prompt: Any, tokens: Any, logprobs: Any, versions: Sequence[int], reward: float,

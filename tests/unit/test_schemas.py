@@ -18,7 +18,15 @@ from hypothesis import strategies as st
 
 from headrace.schemas import codec, events
 from headrace.schemas.chain import Chain
-from headrace.schemas.columns import pack_float32, pack_int32, unpack_float32, unpack_int32
+from headrace.schemas.columns import (
+    halves,
+    pack_float32,
+    pack_ids,
+    pack_int32,
+    unpack_float32,
+    unpack_ids,
+    unpack_int32,
+)
 from headrace.schemas.errors import InvalidRecord, SettingsError, UndecodableRecord, UnencodableRecord
 from headrace.schemas.hashes import GENESIS, digest
 from headrace.schemas.payload import content_hash, from_chunks, to_chunks
@@ -166,6 +174,22 @@ def test_columns_keep_every_bit(floats: list[float], integers: list[int]) -> Non
     assert unpack_int32(pack_int32(i)).tolist() == integers
 
 
+@given(st.tuples(st.lists(st.integers(0, 2**16 - 1)), st.lists(st.integers(0, 2**24 - 1)),
+                 st.lists(st.integers(-(2**31), 2**31 - 1))))  # fmt: skip
+def test_token_ids_come_back_in_the_fewest_bytes_that_hold_them(columns: tuple[list[int], ...]) -> None:
+    for ids, most in zip(columns, (2, 3, 4), strict=True):
+        column = np.array(ids, np.int32)
+        packed = pack_ids(column)
+        assert len(packed) <= most * len(ids)
+        for data in (packed, pack_int32(column)):  # also as 0.1.0 wrote them
+            assert unpack_ids(data, len(ids)).tolist() == ids
+            low, high = (np.frombuffer(half or bytes(2 * len(ids)), "<u2") for half in halves(data, len(ids)))
+            assert (low + (high.astype(np.uint32) << 16)).astype(np.int32).tolist() == ids
+            assert halves(data, len(ids)) == halves(packed, len(ids))
+    with pytest.raises(ValueError, match="does not hold 3 token ids"):
+        unpack_ids(b"\0" * 13, 3)
+
+
 def span(**over: Any) -> events.Span:
     columns = {"tokens": pack_int32(np.arange(4, dtype=np.int32)),
                "logprobs": pack_float32(np.full(4, -0.5, np.float32))}  # fmt: skip
@@ -180,7 +204,8 @@ def span(**over: Any) -> events.Span:
     {"logprobs": pack_float32(np.array([-1, np.nan, -1, -1], np.float32))},
     {"logprobs": pack_float32(np.array([-1, 0.5, -1, -1], np.float32))},
     {"logprobs": pack_float32(np.zeros(3, np.float32))},
-    {"tokens": b"\0" * 12},
+    {"tokens": b"\0" * 13},
+    {"count": -4},
     {"versions": (events.VersionRun(3, 3),)},
     {"versions": (events.VersionRun(3, 5), events.VersionRun(4, -1))},
     {"mask": b"\1"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import re
 import struct
@@ -38,6 +39,15 @@ def unshuffled(column: bytes, dtype: str) -> NDArray[Any]:
     width, n = np.dtype(dtype).itemsize, len(column) // np.dtype(dtype).itemsize
     values = bytes(column[plane * n + i] for i in range(n) for plane in range(width))
     return np.frombuffer(values, dtype)
+
+
+def token_ids(column: bytes, count: int) -> NDArray[Any]:
+    """Section 4."""
+    width = len(column) // count
+    if width == 4:
+        return unshuffled(column, "<i4")
+    low, high = column[: 2 * count], column[2 * count :] or bytes(count)
+    return np.array([low[2 * i] + 256 * low[2 * i + 1] + 65536 * high[i] for i in range(count)], "<i4")
 
 
 def digest(data: bytes) -> bytes:
@@ -83,27 +93,14 @@ class ForeignReader:
         return self.decode(b"".join(chunks))
 
 
-def python_string(text: str) -> str:
-    """Section 7, 1."""
-    quote = '"' if "'" in text and '"' not in text else "'"
-    plain = {"\\": "\\\\", quote: "\\" + quote, "\t": "\\t", "\n": "\\n", "\r": "\\r"}
-    out = []
-    for c in text:
-        code = ord(c)
-        if c in plain:
-            out.append(plain[c])
-        elif c.isprintable():
-            out.append(c)
-        else:
-            out.append(f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}")
-    return quote + "".join(out) + quote
+def runs(values: Sequence[int]) -> bytes:
+    return b"".join(struct.pack("<qq", value, len(list(same))) for value, same in itertools.groupby(values))
 
 
 def content_hash(payload: Any) -> bytes:
     """Section 7."""
     task = payload["task"]
-    strings = ", ".join(python_string(task[name]) for name in ("id", "source", "data"))
-    parts = [f"({strings}, {task['seed']})".encode()]
+    parts = [task[name].encode() for name in ("id", "source", "data")] + [struct.pack("<q", task["seed"])]
     for episode in sorted(payload["episodes"], key=lambda e: e["slot"]):
         reward = episode["reward"]
         number = bytes.fromhex("000000000000F87F") if reward is None else struct.pack("<d", reward)
@@ -112,16 +109,16 @@ def content_hash(payload: Any) -> bytes:
         columns: list[list[Any]] = [[], [], [], []]
         for span in episode["spans"]:
             n, model = span["count"], span["source"] == "model"
-            columns[0].append(unshuffled(span["tokens"], "<i4"))
-            columns[1].append(unshuffled(span["logprobs"], "<f4") if model else np.zeros(n, "<f4"))
-            versions = [run["version"] for run in span["versions"] for _ in range(run["count"])]
-            columns[2].append(np.array(versions if model else [-1] * n, "<i4"))
-            masked = span["mask"] or b"\1" * n
-            columns[3].append(np.array([model and byte != 0 for byte in masked], "u1"))
-        for column in columns:
-            values = np.concatenate(column)
-            parts += [struct.pack("<q", len(values)), values.tobytes()]
-    return digest(b"\0".join(parts))
+            columns[0] += token_ids(span["tokens"], n).tolist()
+            columns[1] += (unshuffled(span["logprobs"], "<f4") if model else np.zeros(n, "<f4")).tolist()
+            sampled = [run["version"] for run in span["versions"] for _ in range(run["count"])]
+            columns[2] += sampled if model else [-1] * n
+            columns[3] += [int(model and byte != 0) for byte in span["mask"] or b"\1" * n]
+        ids = np.array(columns[0], "<u4")
+        high, logprobs = (ids >> 16).astype("<u2"), np.array(columns[1], "<f4").tobytes()
+        parts += [ids.astype("<u2").tobytes(), high.tobytes() if high.any() else b"",
+                  b"".join(logprobs[plane::4] for plane in range(4)), runs(columns[2]), runs(columns[3])]  # fmt: skip
+    return digest(b"".join(struct.pack("<Q", len(part)) + part for part in parts))
 
 
 def murmur2(key: bytes) -> int:
@@ -163,10 +160,10 @@ def log() -> Log:
     from headrace.schemas import events, payload
     from headrace.schemas.chain import Chain
     from headrace.schemas.codec import encode, own_schemas
-    from headrace.schemas.columns import pack_float32, pack_int32
+    from headrace.schemas.columns import pack_float32, pack_ids
 
     def ids(tokens: list[int]) -> bytes:
-        return pack_int32(np.array(tokens, np.int32))
+        return pack_ids(np.array(tokens, np.int32))
 
     logprobs = pack_float32(np.array(LOGPROBS, np.float32))
     runs = (events.VersionRun(3, 4), events.VersionRun(4, 3))
@@ -205,7 +202,7 @@ def test_span_is_read_by_the_document_alone(log: Log, reader: ForeignReader) -> 
     span = reader.decode(log.span)
     assert [span[name] for name in ("group", "slot", "attempt", "incarnation", "sequence", "source", "count")] == [
         "g", 1, 0, "i", 2, "model", 7]  # fmt: skip
-    assert unshuffled(span["tokens"], "<i4").tolist() == TOKENS[1]
+    assert token_ids(span["tokens"], 7).tolist() == TOKENS[1]
     assert unshuffled(span["logprobs"], "<f4").tobytes() == np.array(LOGPROBS, "<f4").tobytes()
     assert span["mask"] == b"\1\1\0\1\1\1\1" and span["entropies"] is None
     assert [(run["version"], run["count"]) for run in span["versions"]] == [(3, 4), (4, 3)]
@@ -217,7 +214,7 @@ def test_chunked_payload_is_read_and_its_content_hash_computed_by_the_document_a
     closure = reader.decode(log.closure)
     payload = reader.read_payload(closure, log.samples)
     assert payload["task"]["data"] == DATA
-    assert [[unshuffled(s["tokens"], "<i4").tolist() for s in e["spans"]] for e in payload["episodes"]] == [
+    assert [[token_ids(s["tokens"], s["count"]).tolist() for s in e["spans"]] for e in payload["episodes"]] == [
         TOKENS, [TOKENS[0], TOKENS[3]]]  # fmt: skip
     assert content_hash(payload) == closure["content_hash"]
     payload["episodes"][0]["reward"] = 0.0
@@ -237,8 +234,18 @@ def test_worked_examples_of_shuffled_columns_hold(dtype: str) -> None:
     expected = {"<i4": [1, 256, 70000], "<f4": [-0.5, -1.0]}[dtype]
     blocks = re.findall(r"```text\nvalues([0-9A-F \n]+)\nshuffled([0-9A-F ]+)\n```", DOCUMENT)
     assert len(blocks) == 2
-    values, shuffled = (bytes.fromhex(text) for text in blocks[dtype == "<f4"])
+    values, shuffled = (bytes.fromhex(text) for text in blocks[dtype == "<i4"])
     assert np.frombuffer(values, dtype).tolist() == expected == unshuffled(shuffled, dtype).tolist()
+
+
+def test_worked_examples_of_token_ids_hold() -> None:
+    from headrace.schemas.columns import pack_ids
+
+    expected = [[1, 256, 70000], [1, 256]]
+    for text, ids in zip(re.findall(r"^ids  ([0-9A-F ]+)$", DOCUMENT, re.MULTILINE), expected, strict=True):
+        column = bytes.fromhex(text)
+        assert token_ids(column, len(ids)).tolist() == ids
+        assert pack_ids(np.array(ids, np.int32)) == column
 
 
 def test_partitioner_of_the_document_is_kafkas() -> None:
