@@ -39,4 +39,5 @@ def octave(dtype: str, bits: Bits) -> NDArray[np.uint8]:
         return np.zeros(bits.size, np.uint8)
     exponents = bits >> bits.dtype.type(mantissa)
     exponents &= bits.dtype.type((1 << 8 * bits.itemsize - 1 - mantissa) - 1)
-    return exponents.astype(np.uint8)
+    octaves: NDArray[np.uint8] = exponents.astype(np.uint8)
+    return octaves

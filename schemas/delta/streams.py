@@ -82,7 +82,7 @@ class Columns:
         return np.frombuffer(self._zstd.decompress(part, max_output_size=raw), np.uint8)
 
     def numbers(self) -> list[int]:
-        inner = Columns(memoryview(self.take()))
+        inner = Columns(self.take().data)
         out = []
         while inner._at < len(inner._data):
             out.append(inner.number())
