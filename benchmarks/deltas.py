@@ -120,7 +120,8 @@ def _measure(name: str, base: Bits, new: Bits, quick: bool, result: Result, goal
         **{b.name: lambda old, _, b=b: b.apply(old, data[b.name]) for b in BASELINES},  # type: ignore[misc]
         **{f"{one.name}, verified": lambda old, _, one=one: one.apply(old) for one in ours.values()},  # type: ignore[misc]
     }
-    applying = _speeds({n: _applying(apply, next_pair, base) for n, apply in appliers.items()}, base.nbytes, repetitions)
+    applied = {n: _applying(apply, next_pair, base) for n, apply in appliers.items()}
+    applying = _speeds(applied, base.nbytes, repetitions)
     for subject, speeds in applying.items():
         result.row(f"{name}: apply", subject, spread(speeds), "MB/s per thread")
     if goals:

@@ -19,7 +19,7 @@ from .positions import put_gaps, take_gaps
 from .ranks import from_ranks, to_ranks
 from .state import Bits, Piece, Positions, State, flat
 from .streams import Columns, Writer
-from .values import order_of, put_values, take_values
+from .values import put_values, take_values
 
 MAGIC = b"HRW2"
 FAST, DENSE, EVERY = range(3)
@@ -107,17 +107,16 @@ def _data(state: State, parts: Sequence[Part], method: int) -> bytes:
         end = 0
         for part, values in zip(parts, ranges, strict=True):
             assert part.positions is not None
-            here = part.positions - part.start
+            here = part.positions - part.start if part.start else part.positions
             olds.append(values.take(here))
-            ends.append(here + end)
+            ends.append(here + end if end else here)
             end += values.size
         old, positions = _joined(olds), _joined(ends)
         if method == DENSE:
             positions, counts = to_ranks(dtype, ranges, positions)
             out.numbers(counts.tolist())
-        put_gaps(out, np.diff(positions, prepend=-1) - 1)
-    order = order_of(dtype, old)
-    put_values(out, dtype, old[order], new[order], _least(method))
+        put_gaps(out, positions)
+    put_values(out, dtype, old, new, _least(method))
     return MAGIC + out.bytes()
 
 
@@ -145,28 +144,28 @@ def decode(data: bytes, state: State) -> list[Piece]:
         cuts = ends
     else:
         counts = np.array(columns.numbers(), np.int64) if method == DENSE else None
-        positions = np.cumsum(take_gaps(columns, count) + 1) - 1
+        positions = take_gaps(columns, count)
         if not 0 <= positions[0] <= positions[-1] < ends[-1]:
             raise ValueError("positions beyond the last element")
         if counts is not None:
             positions = from_ranks(dtype, ranges, positions, counts)
         cuts = np.searchsorted(positions, ends)
         for values, lo, hi in _slices(ranges, cuts):
-            positions[lo:hi] -= end
+            if end:
+                positions[lo:hi] -= end
             end += values.size
         old = _joined([values.take(positions[lo:hi]) for values, lo, hi in _slices(ranges, cuts)])
-    order = order_of(dtype, old)
-    values = np.empty_like(old)
-    values[order] = take_values(columns, dtype, old[order], _least(method))
+    new = take_values(columns, dtype, old, _least(method))
     columns.end()
     pieces = []
     for (name, start), lo, hi in _slices(list(zip(names, bounds[::2], strict=True)), cuts):
         if positions is None:
-            pieces.append(Piece(name, start, None, values[lo:hi]))
+            pieces.append(Piece(name, start, None, new[lo:hi], old[lo:hi]))
         elif lo < hi:
             places = positions[lo:hi]
-            places += start
-            pieces.append(Piece(name, int(places[0]), places, values[lo:hi]))
+            if start:
+                places += start
+            pieces.append(Piece(name, int(places[0]), places, new[lo:hi], old[lo:hi]))
     return pieces
 
 

@@ -19,7 +19,7 @@ Positions = NDArray[np.int64]
 Change = tuple[Positions | None, Bits]
 Changes = dict[str, Change]
 
-_SCAN = 1 << 16  # elements compared at a time: the mask stays in the cache
+_SCAN = 1 << 22  # elements compared at a time: bounds the mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ class Piece:
     start: int
     positions: Positions | None
     values: Bits
+    old: Bits | None = None  # what is there, where decoding has looked
 
 
 def as_state(arrays: Mapping[str, Bits], dtype: str) -> dict[str, Tensor]:
@@ -70,19 +71,21 @@ def diff(old: State, new: State) -> Changes:
     if [(n, t.dtype, t.bits.shape) for n, t in old.items()] != [(n, t.dtype, t.bits.shape) for n, t in new.items()]:
         raise ValueError("the two states differ in names, order, dtypes or shapes: send a snapshot")
     changes: Changes = {}
-    mask = np.empty(_SCAN, np.bool_)
+    mask = np.empty(min(_SCAN, max((t.bits.size for t in new.values()), default=0)), np.bool_)
     for name, tensor in new.items():
         before, after = flat(name, old[name]), flat(name, tensor)
         found = []
-        for start in range(0, after.size, mask.size):
-            part = after[start : start + mask.size]
-            differs = np.not_equal(part, before[start : start + mask.size], out=mask[: part.size])
-            found.append(np.flatnonzero(differs) + start)
-        positions = np.concatenate(found) if found else np.zeros(0, np.int64)
+        for start in range(0, after.size, _SCAN):
+            part = after[start : start + _SCAN]
+            differs = np.not_equal(part, before[start : start + _SCAN], out=mask[: part.size])
+            here = np.flatnonzero(differs)
+            here += start
+            found.append(here)
+        positions = found[0] if len(found) == 1 else np.concatenate([np.zeros(0, np.int64), *found])
         if positions.size > after.size // 2:
             changes[name] = (None, after.copy())
         elif positions.size:
-            changes[name] = (positions.astype(np.int64, copy=False), after[positions])
+            changes[name] = (positions.astype(np.int64, copy=False), after.take(positions))
     return changes
 
 

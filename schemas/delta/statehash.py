@@ -46,28 +46,38 @@ def _mix(x: NDArray[np.uint64], spare: NDArray[np.uint64]) -> None:
     np.bitwise_xor(x, spare, out=x)
 
 
-def element_sums(name: str, tensor: Tensor, places: Positions | int, values: Bits) -> Sums:
+def element_sums(name: str, tensor: Tensor, places: Positions | int, values: Bits, old: Bits | None = None) -> Sums:
     """What `values` at `places` (ascending positions, or the first of a run) count for in the tensor's sums: the sums
-    over (position << 32 | bits), each offset by the tensor's key and mixed."""
+    over (position << 32 | bits), each offset by the tensor's key and mixed. With `old`, what they count for more than
+    those."""
     offset = int.from_bytes(_key(name, tensor)[:8], "little")
     x, spare = np.empty(_BLOCK, _U64), np.empty(_BLOCK, _U64)
-    first = second = 0
+    where = np.empty(_BLOCK, _U64) if old is not None else x
+    total: Sums = 0, 0
     for start in range(0, values.size, _BLOCK):
         part = values[start : start + _BLOCK]
-        block, rest = x[: part.size], spare[: part.size]
+        block, rest, here = x[: part.size], spare[: part.size], where[: part.size]
         if isinstance(places, int):
-            np.add(_PLACES[: part.size], _U64(((places + start << 32) + offset) % _WRAP), out=block)
+            np.add(_PLACES[: part.size], _U64(((places + start << 32) + offset) % _WRAP), out=here)
         else:
-            np.left_shift(places[start : start + _BLOCK].view(_U64), _U64(32), out=block)
-            np.add(block, _U64(offset), out=block)
-        np.add(block, part, out=block)
-        _mix(block, rest)
-        first += int(block.sum())
-        np.multiply(block, _SECOND, out=block)
-        np.right_shift(block, _U64(32), out=rest)
-        np.bitwise_xor(block, rest, out=block)
-        second += int(block.sum())
-    return first % _WRAP, second % _WRAP
+            np.left_shift(places[start : start + _BLOCK].view(_U64), _U64(32), out=here)
+            np.add(here, _U64(offset), out=here)
+        np.add(here, part, out=block)
+        total = plus(total, _mixed_sums(block, rest))
+        if old is not None:
+            np.add(here, old[start : start + _BLOCK], out=block)
+            total = minus(total, _mixed_sums(block, rest))
+    return total
+
+
+def _mixed_sums(x: NDArray[np.uint64], spare: NDArray[np.uint64]) -> Sums:
+    """Both are overwritten."""
+    _mix(x, spare)
+    first = int(x.sum())
+    np.multiply(x, _SECOND, out=x)
+    np.right_shift(x, _U64(32), out=spare)
+    np.bitwise_xor(x, spare, out=x)
+    return first, int(x.sum())
 
 
 def own_sums(name: str, tensor: Tensor) -> Sums:
@@ -116,9 +126,8 @@ def updated_hash(before: bytes, state: State, changes: Changes) -> bytes:
     moves = {}
     for name, (positions, values) in changes.items():
         tensor = state[name]
-        old = flat(name, tensor) if positions is None else flat(name, tensor)[positions]
-        places = 0 if positions is None else positions
-        moves[name] = minus(element_sums(name, tensor, places, values), element_sums(name, tensor, places, old))
+        old = flat(name, tensor) if positions is None else flat(name, tensor).take(positions)
+        moves[name] = element_sums(name, tensor, 0 if positions is None else positions, values, old)
     return combined(moves, before)
 
 
@@ -140,7 +149,7 @@ def flipped_bit(name: str, tensor: Tensor, expected: Sums) -> tuple[int, int] | 
             for at in np.flatnonzero(found - right == _U64(wrong[0])).tolist():
                 one, other = part[at : at + 1], part[at : at + 1] ^ part.dtype.type(1 << bit)
                 place = start + at
-                if minus(element_sums(name, tensor, place, one), element_sums(name, tensor, place, other)) == wrong:
+                if element_sums(name, tensor, place, one, other) == wrong:
                     return place, bit
     return None
 

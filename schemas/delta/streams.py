@@ -57,16 +57,15 @@ class Columns:
         self._zstd = zstandard.ZstdDecompressor()
 
     def number(self) -> int:
-        number = shift = 0
-        while True:
-            if self._at >= len(self._data) or shift > 63:
-                raise ValueError("a number without an end")
-            byte = self._data[self._at]
-            self._at += 1
-            number |= (byte & 127) << shift
-            if byte < 128:
-                return number
-            shift += 7
+        number, self._at = _read_varint(self._data, self._at)
+        return number
+
+    def numbers(self) -> list[int]:
+        data, at, out = self.take().data, 0, []
+        while at < len(data):
+            number, at = _read_varint(data, at)
+            out.append(number)
+        return out
 
     def take(self, size: int | None = None) -> NDArray[np.uint8]:
         """The next column, of `size` bytes where that is known. Read only."""
@@ -81,13 +80,19 @@ class Columns:
             raise ValueError("a column of another length than it says")
         return np.frombuffer(self._zstd.decompress(part, max_output_size=raw), np.uint8)
 
-    def numbers(self) -> list[int]:
-        inner = Columns(self.take().data)
-        out = []
-        while inner._at < len(inner._data):
-            out.append(inner.number())
-        return out
-
     def end(self) -> None:
         if self._at != len(self._data):
             raise ValueError(f"{len(self._data) - self._at} bytes too many")
+
+
+def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
+    """The number that begins at `at`, and the place behind it."""
+    number = shift = 0
+    while at < len(data) and shift < 64:
+        byte = data[at]
+        at += 1
+        number |= (byte & 127) << shift
+        if byte < 128:
+            return number, at
+        shift += 7
+    raise ValueError("a number without an end")

@@ -1,8 +1,9 @@
 """What changed elements became, given what they were.
 
-Nearly every change is one place up or down the line of values; the direction is a coin's toss, the distance depends on
-the octave of the old value, which the receiver knows. So elements are put in the order of their octaves, and then
-directions are one column of bits and distances one column for each byte, of which most is a run of zeros.
+Nearly every change is one place up or down the line of values. The direction is a coin's toss: a column of bits. The
+distance is more than one only where the old value is small, for a step of the optimizer is many units of its last
+place; and the receiver knows the old value. So distances are sent for the elements of the smallest octaves alone, up to
+the last in which one went further, in the order of octaves: a column for each byte, of which most is a run of zeros.
 """
 
 from __future__ import annotations
@@ -14,36 +15,49 @@ from .numbers import octave, on_line
 from .state import Bits
 from .streams import Columns, Writer
 
-Order = NDArray[np.int64]
-
-
-def order_of(dtype: str, old: Bits) -> Order:
-    """Elements by octave; within one, as they were."""
-    return np.argsort(octave(dtype, old), kind="stable")
-
 
 def put_values(out: Writer, dtype: str, old: Bits, new: Bits, least: int) -> None:
-    """`old` and `new` (unsigned [n]) in the order of octaves; `least` is the smallest distance: 1, or 0 where elements
-    may have stayed as they were."""
+    """`old` and `new`: unsigned [n]; `least` is the smallest distance: 1, or 0 where elements may have stayed."""
     unsigned = old.dtype.type
     step = on_line(dtype, new) - on_line(dtype, old)
     down = step >> unsigned(8 * old.itemsize - 1)
-    distance = (step ^ np.negative(down)) + (down - unsigned(least))
-    out.put(np.packbits(down.astype(np.bool_)))
-    for byte in range(old.itemsize):
-        column = (distance >> unsigned(8 * byte)).astype(np.uint8)
-        out.put(column if column.any() else b"")
+    out.put(np.packbits(down.view(np.bool_) if old.itemsize == 1 else down.astype(np.bool_)))
+    further = (step ^ np.negative(down)) + (down - unsigned(least))
+    octaves = octave(dtype, old)
+    further_up = further != 0
+    below = int((octaves * further_up).max()) + 1 if further_up.any() else 0
+    out.number(below)
+    if below:
+        column = further[_small(octaves, below)]
+        for byte in range(old.itemsize):
+            plane = (column >> unsigned(8 * byte)).astype(np.uint8)
+            out.put(plane if plane.any() else b"")
 
 
 def take_values(columns: Columns, dtype: str, old: Bits, least: int) -> Bits:
     """The new values of `old`, in its order. Raises ValueError where that isn't what is there."""
     unsigned, count = old.dtype.type, old.size
-    down = np.unpackbits(columns.take(-(-count // 8)), count=count).astype(old.dtype)
-    distance = np.full(count, least, old.dtype)
-    for byte in range(old.itemsize):
-        column = columns.take()
-        if column.size:  # ValueError where it has another length
-            distance += column.astype(old.dtype) << unsigned(8 * byte)
-    step = (distance - down) ^ np.negative(down)
+    down = np.unpackbits(columns.take(-(-count // 8)), count=count)
+    if old.itemsize > 1:
+        down = down.astype(old.dtype)
+    # -x is ~x + 1: a step down is its distance less one, with all bits turned.
+    step = unsigned(least) - down
+    below = columns.number()
+    if below:
+        small = _small(octave(dtype, old), below)
+        for byte in range(old.itemsize):
+            plane = columns.take()
+            if plane.size:
+                if plane.size != small.size:
+                    raise ValueError(f"{plane.size} distances for {small.size} elements")
+                step[small] += plane.astype(old.dtype) << unsigned(8 * byte)
+    step ^= np.negative(down)
     step += on_line(dtype, old)
     return on_line(dtype, step)
+
+
+def _small(octaves: NDArray[np.uint8], below: int) -> NDArray[np.int64]:
+    """The elements of the octaves below one, in the order of octaves."""
+    small = np.flatnonzero(octaves < below)
+    by_octave: NDArray[np.int64] = small[np.argsort(octaves[small], kind="stable")]
+    return by_octave

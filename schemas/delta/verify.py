@@ -18,7 +18,6 @@ from .statehash import (
     combined,
     element_sums,
     flipped_bit,
-    minus,
     own_sums,
     plus,
     tensor_sums,
@@ -58,11 +57,11 @@ def verify(
         changed += piece.values.size
         tensor = state[piece.name]
         places = piece.start if piece.positions is None else piece.positions
-        move = element_sums(piece.name, tensor, places, piece.values)
-        if is_delta:
+        old = piece.old
+        if is_delta and old is None:
             served = flat(piece.name, tensor)
             old = served[piece.start : end] if piece.positions is None else served.take(piece.positions)
-            move = minus(move, element_sums(piece.name, tensor, places, old))
+        move = element_sums(piece.name, tensor, places, piece.values, old if is_delta else None)
         sums[piece.name] = plus(sums.get(piece.name, (0, 0)), move)
     if not is_delta and (lacking := [n for n, t in state.items() if n not in seen or written[n] != t.bits.size]):
         raise DamagedWeights(f"{what} lacks tensors that are served here: {', '.join(lacking[:3])}")
