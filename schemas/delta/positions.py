@@ -37,9 +37,9 @@ def put_gaps(out: Writer, positions: Positions) -> None:
     gaps[1:] -= places[:-1]
     gaps[1:] -= gaps.dtype.type(1)
     starts = np.arange(0, gaps.size, _ROW)
-    means = np.add.reduceat(gaps, starts, dtype=np.uint64) / np.minimum(_ROW, gaps.size - starts)
+    means = np.add.reduceat(gaps, starts) / np.minimum(_ROW, gaps.size - starts)
     fitting = np.log2(np.maximum(means, _HIGH_MEAN) / _HIGH_MEAN)
-    middle = np.floor(np.median(fitting))
+    middle = np.floor(fitting[fitting.size // 2])
     fitting[np.abs(fitting - middle - 0.5) < 0.8] = middle  # rows that hardly differ are gone through as one
     cuts = fitting.astype(np.uint8)
     cuts[means < _DENSE_MEAN] = _BITMAP
