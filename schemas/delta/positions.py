@@ -83,7 +83,7 @@ def take_gaps(columns: Columns, count: int) -> Positions:
         high = columns.take(sum(sizes))
         escaped = _unplanes(columns.take())
         # Without escapes the high part has 8 bits, and 16 hold it with as many low bits.
-        wide = high.astype(np.uint64 if escaped.size or max(cut for cut, _ in groups) > 7 else np.uint16)
+        wide: Gaps = high.astype(np.uint64 if escaped.size or max(cut for cut, _ in groups) > 7 else np.uint16)
         if escaped.size or high.max() == _ESCAPE:
             wide[high == _ESCAPE] += escaped.astype(wide.dtype)
         at = 0
