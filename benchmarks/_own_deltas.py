@@ -41,7 +41,9 @@ def adamw_step(elements: int, learning_rate: float, seed: int = 1) -> tuple[Bits
 
 def trained(model: str, rates: tuple[float, ...], steps: int) -> Iterator[tuple[float, delta.State, delta.State]]:
     """For each learning rate: what is served before and after the last of `steps` steps of our trainer, on episodes
-    that the model sampled, from float32 masters. `model` is `tiny` or `smollm2`."""
+    that the model sampled, from float32 masters. `model` is `tiny` or `smollm2`. The masters begin anywhere within what
+    is rounded to the served weights, as they lie after many steps: begun as what is served, all weights of an octave
+    would change at the same step."""
     try:
         import torch
 
@@ -83,6 +85,11 @@ def trained(model: str, rates: tuple[float, ...], steps: int) -> Iterator[tuple[
         groups = [Group(f"g{n}", tuple(episode(n, slot) for slot in range(4))) for n in range(len(prompts))]
         for rate in rates:
             state = TrainState(path)
+            torch.manual_seed(1)
+            for name, master in state.state_tensors()[0].items():
+                if name.startswith("master."):
+                    bits = master.view(torch.int32)
+                    bits += torch.randint_like(bits, -0x7FFF, 0x7FFF)
             before: delta.State = {}
             for version in range(steps):
                 before = delta.copy_state(delta.as_state(state.served_bits(), "bfloat16"))

@@ -10,7 +10,8 @@ hash, and then writes. "Reading and writing the base once" is a copy by numpy in
 copy of the data, of which there are more than the caches hold, as weights in a real process are.
 
 Then the same for a run of our own: ratio by learning rate, from float32 masters and bf16 served weights, after a few
-steps of our trainer on episodes that the model sampled.
+steps of our trainer on episodes that the model sampled. Masters begin spread within the rounding of what is served, as
+they are after many steps.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def test_any_bits_arrive(pairs: list[tuple[Tensor, Tensor]], codec: str) -> None
 
 @pytest.mark.slow
 @given(pairs=st.lists(tensors(), min_size=1, max_size=4), codec=st.sampled_from(CODECS))
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_bits_arrive_again_and_again(pairs: list[tuple[Tensor, Tensor]], codec: str) -> None:
     arrives(pairs, codec)
 
