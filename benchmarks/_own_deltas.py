@@ -89,7 +89,7 @@ def trained(model: str, rates: tuple[float, ...], steps: int) -> Iterator[tuple[
             for name, master in state.state_tensors()[0].items():
                 if name.startswith("master."):
                     bits = master.view(torch.int32)
-                    bits += torch.randint_like(bits, -0x7FFF, 0x7FFF)
+                    bits += torch.randint_like(bits, -0x7FFF, 0x7FFF) * (bits & 0x7FFFFFFF).bool()  # zeros stay
             before: delta.State = {}
             for version in range(steps):
                 before = delta.copy_state(delta.as_state(state.served_bits(), "bfloat16"))

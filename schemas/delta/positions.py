@@ -61,7 +61,7 @@ def put_gaps(out: Writer, positions: Positions) -> None:
         out.put(np.minimum(every, every.dtype.type(_ESCAPE)).astype(np.uint8))
         out.put(_planes(escaped))
     for column in low:
-        out.put(column)
+        out.put(column, compress=False)  # noise
 
 
 def take_gaps(columns: Columns, count: int) -> Positions:

@@ -19,7 +19,7 @@ Positions = NDArray[np.int64]
 Change = tuple[Positions | None, Bits]
 Changes = dict[str, Change]
 
-_SCAN = 1 << 22  # elements compared at a time: bounds the mask
+_SCAN = 1 << 19  # elements compared at a time: what changed is gathered while it lies in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +74,19 @@ def diff(old: State, new: State) -> Changes:
     mask = np.empty(min(_SCAN, max((t.bits.size for t in new.values()), default=0)), np.bool_)
     for name, tensor in new.items():
         before, after = flat(name, old[name]), flat(name, tensor)
-        found = []
+        places, values = [np.zeros(0, np.int64)], [after[:0]]
         for start in range(0, after.size, _SCAN):
             part = after[start : start + _SCAN]
             differs = np.not_equal(part, before[start : start + _SCAN], out=mask[: part.size])
             here = np.flatnonzero(differs)
+            values.append(part.take(here))
             here += start
-            found.append(here)
-        positions = found[0] if len(found) == 1 else np.concatenate([np.zeros(0, np.int64), *found])
+            places.append(here)
+        positions = np.concatenate(places)
         if positions.size > after.size // 2:
             changes[name] = (None, after.copy())
         elif positions.size:
-            changes[name] = (positions.astype(np.int64, copy=False), after.take(positions))
+            changes[name] = (positions, np.concatenate(values))
     return changes
 
 
