@@ -438,20 +438,22 @@ def test_mutations_below_the_checksum_are_refused_and_change_nothing(kind: str, 
     assert refused > 0.9 * count
 
 
-@pytest.mark.parametrize("kind", [delta.DELTA, delta.SNAPSHOT])
-def test_deltas_and_snapshots_of_headrace_0_1_are_still_read(kind: str) -> None:
-    """tests/data/deltas/hrw1.json holds records as 0.1 wrote them, in format HRW1."""
-    kept = json.loads((Path(__file__).parents[1] / "data/deltas/hrw1.json").read_text())
+@pytest.mark.parametrize(
+    ("file", "kind"), [("hrw1", delta.DELTA), ("hrw1", delta.SNAPSHOT), ("hrw2", "fast"), ("hrw2", "dense")]
+)
+def test_weights_written_by_earlier_versions_are_still_read(file: str, kind: str) -> None:
+    """tests/data/deltas/hrw1.json holds records as 0.1 wrote them, hrw2.json those of the first version with HRW2."""
+    kept = json.loads((Path(__file__).parents[1] / f"data/deltas/{file}.json").read_text())
     served, new = {}, {}
     for name, (dtype, shape, bits, data) in kept["old"].items():
         served[name] = Tensor(dtype, np.frombuffer(base64.b64decode(data), bits).reshape(shape).copy())
         after = np.frombuffer(base64.b64decode(kept["new"][name]), bits)
         new[name] = Tensor(dtype, after.reshape(shape).copy())
     chunks = [as_chunk(decode(base64.b64decode(record))) for record in kept[kind]]
-    assert {chunk.data[:4] for chunk in chunks} == {b"HRW1"}
+    assert {chunk.data[:4] for chunk in chunks} == ({b"HRW1"} if file == "hrw1" else {b"HRW1", b"HRW2"})
     assert delta.state_hash(served).hex() == kept["old_hash"]
-    head = publication(kind, served, new)
-    assert (head.served_hash.hex(), head.kind) == (kept["new_hash"], kind)
+    head = publication(delta.SNAPSHOT if kind == delta.SNAPSHOT else delta.DELTA, served, new)
+    assert head.served_hash.hex() == kept["new_hash"]
     delta.verify_and_apply(served, 0, delta.state_hash(served), head, chunks)
     assert same(served, new)
 
