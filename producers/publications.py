@@ -103,8 +103,8 @@ def served_state(kafka: Mapping[str, Any], topics: RunTopics, model: Arrays, ver
     published. Raises WrongBase where `model` isn't what the run began with or where no way leads to that version."""
     dtype = open_settings(kafka, topics).settings.model.dtype
     publications = _read_all(kafka, topics)
-    first = check_initial(publications, topics, delta.as_state(model, dtype))
     state = delta.copy_state(delta.as_state(model, dtype))
+    first = check_initial(publications, topics, delta.state_hash(state))
     at, served_hash = 0, first.served_hash
     gone = publications.gone(beginning_offsets(kafka, topics.name(WEIGHTS))[0])
     with Reader(kafka) as reader:
@@ -123,12 +123,12 @@ def _read_all(kafka: Mapping[str, Any], topics: RunTopics) -> Publications:
     return publications
 
 
-def check_initial(publications: Publications, topics: RunTopics, model: delta.State) -> Publication:
-    """Version 0's publication, which `model` must be."""
+def check_initial(publications: Publications, topics: RunTopics, found: bytes) -> Publication:
+    """Version 0's publication, which weights with the hash `found` must be."""
     first = publications.initial()
     if first is None:
         raise WeightsRefused(f"run {topics.run!r} has no version 0 yet: start its trainer")
-    if (found := delta.state_hash(model)) != first.served_hash:
+    if found != first.served_hash:
         raise WrongBase(
             f"the model that was loaded here has weights {found.hex()}, the run began with {first.served_hash.hex()} "
             f"({first.path}): give every machine the same model folder and published dtype"

@@ -1,9 +1,12 @@
 """Decides how published weights come to be served here: which publications are fetched, and when they count as good.
 
-A background thread follows `policy`, picks the cheapest route from what is served to what is newest, fetches and
-decodes ahead of need. The driving thread applies between decode steps: each delta is proved against the served weights
-before the first write. What is refused is never served: the version that is served stays, and another route is taken: a
+A background thread follows `policy`, picks the cheapest route from what is served to what is newest, fetches, decodes
+and proves ahead of need, beside the served weights, which nobody changes meanwhile. The driving thread then writes
+between decode steps. What is refused is never served: the version that is served stays, and another route is taken: a
 later snapshot, or all weights anew from the newest full base (a snapshot or the model folder) and its chain of deltas.
+
+When there is nothing else to do, the background thread counts through what is served, tensor by tensor (an audit):
+weights that went wrong in memory are named and made anew.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -30,8 +32,8 @@ from .publications import Arrays, Publications, Published, check_initial, fetch
 
 log = logging.getLogger("headrace.receiver")
 
-AHEAD = 4  # updates decoded before they are applied; more would only hold memory
 POLL_S = 0.1
+AUDIT_S = 600.0  # from the end of one audit to the next; one takes about a second for each 135 million elements
 
 
 class WeightTarget(Protocol):
@@ -48,8 +50,8 @@ class WeightTarget(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Update:
     record: Publication
-    changes: delta.Changes
-    proved: bool  # against the published hash already: all weights at once don't depend on what is served
+    changes: delta.Changes  # proved
+    sums: dict[str, delta.Sums]  # of each tensor, once it is applied
     clock: PublicationClock
 
 
@@ -68,14 +70,18 @@ class Receiver:
         worker: str = "",
         incarnation: str = "",
         initial: Callable[[], Arrays] | None = None,
+        audit_s: float = AUDIT_S,
     ) -> None:
-        """`initial` loads the bits of version 0 again; without it only snapshots serve as a full base."""
+        """`initial` loads the bits of version 0 again; without it only snapshots serve as a full base. `audit_s`: from
+        one audit of the served weights to the next."""
         self._kafka, self._topics, self._initial = kafka, topics, initial
         self._worker, self._incarnation = worker, incarnation
-        self._lock = threading.Lock()  # guards what both threads touch: _ready, _bad, _head, _anew, _failure
-        self._ready: deque[_Update] = deque()
+        self._lock = threading.Lock()  # guards what both threads touch: from _ready to _writes
+        self._ready: _Update | None = None  # it applies to what is served now, so there is never more than one
         self._bad: set[int] = set()  # policy offsets of publications that were refused here
-        self._head = 0  # the version that is served once all of _ready is applied
+        self._served = 0  # the version
+        self._sums: dict[str, delta.Sums] = {}  # of what should be served
+        self._writes = 0  # begun and ended: odd while served weights are being written
         self._anew = False  # what is served can't be built upon: all weights are made anew
         self._failure: BaseException | None = None
         self._publications = Publications()
@@ -85,7 +91,8 @@ class Receiver:
         self._thread: threading.Thread | None = None
         self._state: dict[str, delta.Tensor] = {}  # live
         self._dtype = ""
-        self._hash = b""  # of what is served
+        self._audit_s = audit_s
+        self._unaudited: list[str] = []  # tensors that this audit has yet to count
         self._waiting: PublicationClock | None = None  # applied, no token sampled yet
         self._finished: list[PublicationClock] = []
         self.refusals: list[tuple[int, HeadraceError]] = []  # version and reason, in the order in which they happened
@@ -113,17 +120,17 @@ class Receiver:
             self._read_policy()
             if stop is not None and stop.is_set():
                 return False
-        self._hash = check_initial(self._publications, self._topics, self._state).served_hash
-        self._head = engine.version
+        self._sums = delta.state_sums(self._state)
+        check_initial(self._publications, self._topics, delta.combined(self._sums))
+        self._served = engine.version
         # Deleted by the trainer below the last but one snapshot, and no damage: others lead on.
         self._bad = self._publications.gone(beginning_offsets(self._kafka, self._topics.name(WEIGHTS))[0])
         target = self.newest if version is None else version
         with Reader(self._kafka) as weights:
-            while self._head < target and not (stop is not None and stop.is_set()):
-                ahead = self._decode_ahead(weights, target)
-                self._apply(engine)
-                if not ahead:
+            while engine.version < target and not (stop is not None and stop.is_set()):
+                if not self._decode_ahead(weights, target):
                     break  # refused, and no other way: whatever comes next is tried while following
+                self._apply(engine)
         if version is not None and engine.version != version:
             why = f": {self.refusals[-1][1]}" if self.refusals else ""
             raise WeightsRefused(f"version {version} can't be had; version {engine.version} is served{why}")
@@ -140,7 +147,7 @@ class Receiver:
         there is nothing. Raises what ended the following thread (LogError, ...); a refusal is logged, not raised."""
         if self._failure is not None:
             raise self._failure
-        if self._ready:
+        if self._ready is not None:
             self._apply(engine)
         finished, self._finished = self._finished, []
         return finished
@@ -160,93 +167,100 @@ class Receiver:
 
     def _apply(self, engine: WeightTarget) -> None:
         paused = _now()
-        applied = []
-        while True:
-            with self._lock:
-                if not self._ready:
-                    break
-                update = self._ready.popleft()
-            record = update.record
-            try:
-                if not update.proved:
-                    delta.verify(self._state, engine.version, self._hash, record, update.changes)
-                engine.apply(record.version, update.changes)
-            except WeightsRefused as error:
-                self._refuse(record.version, error, engine.version)
-                break
-            self._hash = record.served_hash
-            applied.append(replace(update.clock, paused_ms=paused, applied_ms=_now()))
-        if applied:
-            resumed = _now()
-            clocks = [replace(clock, resumed_ms=resumed) for clock in applied]
-            superseded = [self._waiting] if self._waiting is not None else []
-            self._finished += [*superseded, *clocks[:-1]]
-            self._waiting = clocks[-1]
-            log.info("serving version %d", engine.version)
-
-    def _refuse(self, version: int, error: WeightsRefused, served: int) -> None:
-        """Whether what is served is wrong or the delta is, making all weights anew will show; the rest of the route
-        falls with it."""
-        log.error("version %d was refused, version %d stays served: %s", version, served, error)
         with self._lock:
+            update, self._ready = self._ready, None
+            self._writes += 1
+        assert update is not None
+        version = update.record.version
+        refused = None
+        try:
+            engine.apply(version, update.changes)
+        except WeightsRefused as error:
+            refused = error
+        with self._lock:
+            self._writes += 1
+            self._served = engine.version
+            if refused is None:
+                self._sums, self._anew = update.sums, False
+        if refused is not None:
+            self._refuse(version, refused)
+            return
+        applied = _now()
+        if self._waiting is not None:  # superseded
+            self._finished.append(self._waiting)
+        self._waiting = replace(update.clock, paused_ms=paused, applied_ms=applied, resumed_ms=_now())
+        log.info("serving version %d", version)
+
+    def _refuse(self, version: int, error: WeightsRefused) -> None:
+        """Whether what is served is wrong or what came for it is, making all weights anew will show."""
+        with self._lock:
+            log.error("version %d was refused, version %d stays served: %s", version, self._served, error)
             self.refusals.append((version, error))
-            self._ready.clear()
-            self._head, self._anew = served, True
+            self._ready, self._anew = None, True
 
     # ----------------------------------------------------------------------------------------- following thread
 
     def _follow(self) -> None:
         try:
+            audited = time.monotonic()
             with Reader(self._kafka) as weights:
                 while not self._closed.is_set():
                     self._read_policy()
-                    self._decode_ahead(weights, self.newest)
+                    if self._decode_ahead(weights, self.newest):
+                        continue
+                    if time.monotonic() - audited > self._audit_s and self._audited():
+                        audited = time.monotonic()
         except BaseException as error:  # to be raised where the engine is driven
             self._failure = error
 
     def _read_policy(self) -> None:
         assert self._policy is not None
-        for record in self._policy.poll(100, POLL_S):
+        for record in self._policy.poll(100, POLL_S if self._served >= self.newest else 0.01):
             self._publications.note(record)
 
     def _decode_ahead(self, weights: Reader, target: int) -> bool:
-        """Fetch and decode on the way to `target`, as far as there is room. False where nothing could be done."""
-        done = False
+        """Fetch, decode and prove the next step on the way to `target`. False where there is nothing to be done: one
+        waits to be applied already, or there is no way."""
         while not self._closed.is_set():
             with self._lock:
-                head, anew, bad = self._head, self._anew, set(self._bad)
-                if head >= target or len(self._ready) >= AHEAD:
-                    return done
+                served, anew, bad = self._served, self._anew, set(self._bad)
+                if self._ready is not None or self._writes % 2 or served >= target:
+                    return False
             try:
-                way = self._publications.route(None if anew else head, target, bad)
+                way = self._publications.route(None if anew else served, target, bad)
             except WrongBase as error:
                 if str(error) != self._said:
                     log.error("%s", error)
                 self._said = str(error)
-                return done
+                return False
             update = self._make_anew(weights, way) if anew else self._decode(weights, way[0])
-            if update is None:
-                continue  # refused: another way, if there is one
-            with self._lock:
-                if (self._head, self._anew) != (head, anew):
-                    continue  # what is served was refused in between: this way no longer leads on
-                self._ready.append(update)
-                self._head, self._anew = update.record.version, False
-            done = True
-        return done
+            if update is not None:
+                with self._lock:
+                    self._ready = update
+                return True
+        return False
 
     def _decode(self, weights: Reader, published: Published) -> _Update | None:
+        """The next version, from what is served. None where it was refused: another way, if there is one."""
         record = published.record
         try:
             chunks = fetch(weights, self._topics, record)
-            fetched = _now()
-            changes = delta.decode_chunks(chunks)
-            if record.kind == delta.SNAPSHOT:
-                delta.verify(self._state, -1, b"", record, changes)
+            delta.check_chunks(record, chunks)
         except (WeightsRefused, DataLossError) as error:
             self._mark(published, error)
             return None
-        return _Update(record, changes, record.kind == delta.SNAPSHOT, self._clock(record, fetched))
+        fetched = _now()
+        try:
+            served_hash = delta.combined(self._sums)
+            changes, moves = delta.decode_verified(self._state, self._served, served_hash, record, chunks)
+        except WeightsRefused as error:
+            if record.kind == delta.SNAPSHOT:  # it doesn't depend on what is served
+                self._mark(published, error)
+            else:
+                self._refuse(record.version, error)
+            return None
+        sums = moves if record.kind == delta.SNAPSHOT else delta.moved(self._sums, moves)
+        return _Update(record, changes, sums, self._clock(record, fetched))
 
     def _make_anew(self, weights: Reader, way: Sequence[Published]) -> _Update | None:
         """All weights of the way's last version, built beside what is served."""
@@ -262,7 +276,7 @@ class Receiver:
             try:
                 if record.kind == delta.PATH and self._initial is not None:
                     state = delta.copy_state(delta.as_state(self._initial(), self._dtype))
-                    check_initial(self._publications, self._topics, state)
+                    check_initial(self._publications, self._topics, delta.state_hash(state))
                 else:
                     chunks = fetch(weights, self._topics, record)
                     delta.verify_and_apply(state, at, served_hash, record, chunks)
@@ -270,8 +284,27 @@ class Receiver:
                 self._mark(published, error)
                 return None
             at, served_hash = record.version, record.served_hash
+        sums = delta.state_sums(state)
         changes: delta.Changes = {name: (None, tensor.bits.reshape(-1)) for name, tensor in state.items()}
-        return _Update(way[-1].record, changes, True, self._clock(way[-1].record, _now()))
+        return _Update(way[-1].record, changes, sums, self._clock(way[-1].record, _now()))
+
+    def _audited(self) -> bool:
+        """Count through one more tensor of what is served; whether it was the last one."""
+        with self._lock:
+            writes, sums = self._writes, self._sums
+            if writes % 2 or self._anew:
+                return False
+        if not self._unaudited:
+            self._unaudited = list(self._state)
+        name = self._unaudited[-1]
+        damage = delta.damage(name, self._state[name], sums[name])
+        with self._lock:
+            if writes != self._writes:
+                return False  # written meanwhile: this tensor is counted again
+        if damage is not None:
+            self._refuse(self._served, damage)
+        self._unaudited.pop()
+        return not self._unaudited
 
     def _mark(self, published: Published, error: WeightsRefused | DataLossError) -> None:
         version = published.record.version

@@ -146,6 +146,8 @@ class OptimizerSettings(Section):
 
 class WeightSettings(Section):
     snapshot_every: Positive = Field(50, description="versions between full snapshots in `weights`")
+    codec: Literal["fast", "dense"] = Field("fast", description="of deltas: `dense` is a third smaller, and both ends "
+                                                                "count through all weights")  # fmt: skip
 
 
 class CheckpointSettings(Section):

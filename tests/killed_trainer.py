@@ -54,6 +54,7 @@ def _run(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, sta
          boundary: str, version: int) -> None:  # fmt: skip
     from headrace.schemas import delta
     from headrace.schemas.codec import decode
+    from headrace.schemas.delta import relative
     from headrace.schemas.events import Publication, Version
     from headrace.streams.log.transactions import Output, Transactor
     from headrace.trainer import checkpoint, loop, publish
@@ -94,11 +95,11 @@ def _run(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, sta
         case "after commit, before publishing":
             before(publish.Publisher, "publish", lambda _, v, *__: v == version)
         case "between chunks":
-            delta._RAW_BYTES = 4_000  # several chunks, although the model is tiny
+            relative.MAX_CHANGES = 1_000  # several chunks, although the model is tiny
             honest = delta.encode_delta
 
-            def encode(v: int, changes: delta.Changes) -> Any:
-                chunks = list(honest(v, changes))
+            def encode(v: int, *args: Any) -> Any:
+                chunks = honest(v, *args)
                 assert len(chunks) > 2
                 for index, chunk in enumerate(chunks):
                     if v == version and index == 2:

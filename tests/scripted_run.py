@@ -154,8 +154,11 @@ class ScriptedRun:
         if manifest:
             changes: delta.Changes = {"w": (np.array([number % 64], np.int64), np.array([number], np.uint32))}
             self._hash = delta.updated_hash(self._hash, self._state, changes)
+            out = [
+                Output(self.topics.name(WEIGHTS), 0, encode(c))
+                for c in delta.encode_delta(number, self._state, changes)
+            ]
             delta.write(self._state, changes)
-            out = [Output(self.topics.name(WEIGHTS), 0, encode(c)) for c in delta.encode_delta(number, changes)]
             chunks = self._transactor.send(out)
         counts = tuple(GroupCount(ref.group, ref.model_tokens, 0) for ref in (manifest.groups if manifest else ()))
         version = Version(

@@ -74,7 +74,8 @@ class Trainer:
         head = read_policy(kafka, topics, self._opened)
         self._versions, self._published, self._by_offset = head.versions, head.published, head.settings
         self._policy = Policy(topics, self._transactor, head.chain)
-        self._publisher = Publisher(kafka, topics, self._policy, settings.weights.snapshot_every)
+        self._publisher = Publisher(kafka, topics, self._policy, settings.weights.snapshot_every,
+                                    settings.weights.codec)  # fmt: skip
         self._publisher.remember(head.publications)
         self._checkpoints = Checkpoints(state_dir / "checkpoints", settings.checkpoint.keep)
         model = settings.model

@@ -114,9 +114,10 @@ class _Base:
 class Publisher:
     """Publishes versions in turn. `rebase` once, then `compare` and `publish` (or `advance`) for each version."""
 
-    def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, policy: Policy, snapshot_every: int) -> None:
+    def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, policy: Policy, snapshot_every: int,
+                 codec: str = "fast") -> None:  # fmt: skip
         self._kafka, self._weights, self._policy = kafka, topics.name(WEIGHTS), policy
-        self._snapshot_every = snapshot_every
+        self._snapshot_every, self._codec = snapshot_every, codec
         self._producer = clients.producer(kafka, **{"compression.type": "none"})  # chunks are compressed already
         self._base: _Base | None = None
         self._snapshots: list[int] = []  # first offset in `weights` of each
@@ -151,7 +152,7 @@ class Publisher:
         then the base hasn't moved."""
         base = self._base
         assert base is not None
-        offsets, size = self._send(delta.encode_delta(version, changes))
+        offsets, size = self._send(delta.encode_delta(version, base.state, changes, self._codec))
         self._policy.write(self._publication(version, delta.DELTA, served_hash, offsets, size, delta.changed(changes),
                                              base.state, base=base))  # fmt: skip
         self.advance(version, changes, served_hash)

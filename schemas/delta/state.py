@@ -1,0 +1,123 @@
+"""What weights are here: bits by name, and what of them changed.
+
+Weights are compared, sent and written as bits in the published dtype, never as numbers, so that NaN payloads, signed
+zeros and denormals arrive as they are. A change is an overwrite: written twice, it is the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bits = NDArray[Any]
+Positions = NDArray[np.int64]
+# The new bits of one tensor: flat positions (int64 ascending, or None for the whole tensor) and values (unsigned [n]).
+Change = tuple[Positions | None, Bits]
+Changes = dict[str, Change]
+
+_SCAN = 1 << 19  # elements compared at a time: what changed is gathered while it lies in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Served weights of one name: `bits` is unsigned (uint8, uint16 or uint32) in the tensor's shape."""
+
+    dtype: str  # what the bits are: bfloat16, float16, float32, ...
+    bits: Bits
+
+
+State = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Overwrites in one tensor: a run of elements from `start`, or those at `positions` (ascending; `start` first)."""
+
+    name: str
+    start: int
+    positions: Positions | None
+    values: Bits
+    old: Bits | None = None  # what is there, where decoding has looked
+
+
+def as_state(arrays: Mapping[str, Bits], dtype: str) -> dict[str, Tensor]:
+    """Arrays of bits that are all of one dtype, as an engine or a trainer hands them out."""
+    return {name: Tensor(dtype, bits) for name, bits in arrays.items()}
+
+
+def copy_state(state: State) -> dict[str, Tensor]:
+    return {name: Tensor(tensor.dtype, tensor.bits.copy()) for name, tensor in state.items()}
+
+
+def elements(state: State) -> int:
+    return sum(tensor.bits.size for tensor in state.values())
+
+
+def flat(name: str, tensor: Tensor) -> Bits:
+    """The elements in a row, as a view. Raises ValueError for bits that nothing here handles."""
+    bits = tensor.bits
+    if bits.dtype.kind != "u" or bits.itemsize > 4 or bits.size >= 2**32 or not bits.flags.c_contiguous:
+        raise ValueError(f"tensor {name!r}: the state is unsigned bits of at most 32, contiguous, below 2^32 elements")
+    return bits.reshape(-1)
+
+
+def diff(old: State, new: State) -> Changes:
+    """What must be written to turn `old` into `new`, compared as bits. A tensor of which more than half changed is
+    there as a whole. Raises ValueError where names, dtypes or shapes differ."""
+    if [(n, t.dtype, t.bits.shape) for n, t in old.items()] != [(n, t.dtype, t.bits.shape) for n, t in new.items()]:
+        raise ValueError("the two states differ in names, order, dtypes or shapes: send a snapshot")
+    changes: Changes = {}
+    mask = np.empty(min(_SCAN, max((t.bits.size for t in new.values()), default=0)), np.bool_)
+    for name, tensor in new.items():
+        before, after = flat(name, old[name]), flat(name, tensor)
+        places, values = [np.zeros(0, np.int64)], [after[:0]]
+        for start in range(0, after.size, _SCAN):
+            part = after[start : start + _SCAN]
+            differs = np.not_equal(part, before[start : start + _SCAN], out=mask[: part.size])
+            here = np.flatnonzero(differs)
+            values.append(part.take(here))
+            here += start
+            places.append(here)
+        positions = np.concatenate(places)
+        if positions.size > after.size // 2:
+            changes[name] = (None, after.copy())
+        elif positions.size:
+            changes[name] = (positions, np.concatenate(values))
+    return changes
+
+
+def changed(changes: Changes) -> int:
+    """Elements that are written."""
+    return sum(values.size for _, values in changes.values())
+
+
+def write(state: State, changes: Changes) -> None:
+    """Overwrite in place. What was verified can't fail here."""
+    write_pieces(state, (Piece(name, 0, positions, values) for name, (positions, values) in changes.items()))
+
+
+def write_pieces(state: State, pieces: Iterable[Piece]) -> None:
+    for piece in pieces:
+        target = state[piece.name].bits.reshape(-1)
+        if piece.positions is None:
+            target[piece.start : piece.start + piece.values.size] = piece.values
+        else:
+            target[piece.positions] = piece.values
+
+
+def joined(pieces: Iterable[Piece]) -> Changes:
+    """Pieces that were verified, by tensor; those of one tensor are consecutive runs, or positions that ascend."""
+    found: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.name, []).append(piece)
+    changes: Changes = {}
+    for name, parts in found.items():
+        values = parts[0].values if len(parts) == 1 else np.concatenate([part.values for part in parts])
+        places = [part.positions for part in parts if part.positions is not None]
+        positions = None if not places else places[0] if len(places) == 1 else np.concatenate(places)
+        changes[name] = (positions, values)
+    return changes
