@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -29,6 +29,8 @@ from .times import checked_ms, checked_timings
 
 SPAN_AGE_S = 2.0
 SAID = 500  # characters of an error that an event carries
+# Characters (of up to four bytes) that leave room for the longest span in any record.
+SHORT = RECORD_BYTES // 16
 
 PutBlob = Callable[[bytes], Blob]
 EpisodeEvent = EpisodeStarted | Span | EpisodeEnded
@@ -259,7 +261,7 @@ class EpisodeWriter:
 
     def _fitted(self, event: E) -> E:
         """The event as a record holds it: long text moves to the blob store. Raises RecordTooLarge, BlobError."""
-        if _size_at_most(event) <= RECORD_BYTES or (size := len(encode(event))) <= RECORD_BYTES:
+        if _surely_fits(event) or (size := len(encode(event))) <= RECORD_BYTES:
             return event
         name = "detail" if isinstance(event, Span) else "text"
         said = f"{self.attempt}: {type(event).__name__} of {size} bytes, and a record holds {RECORD_BYTES}"
@@ -289,19 +291,10 @@ def never_started(attempt: Attempt, reason: str) -> EpisodeEnded:
                         reason, Boundary.PRODUCER, None, {}, (), None, int(time.time() * 1000), {})  # fmt: skip
 
 
-def _size_at_most(event: EpisodeEvent) -> int:
-    """A bound on the encoded size that costs little: most events are far below any limit."""
-    size = 100
-    for one in fields(event):
-        value = getattr(event, one.name)
-        if isinstance(value, str):
-            size += 10 + 4 * len(value)
-        elif isinstance(value, bytes):
-            size += 10 + len(value)
-        elif isinstance(value, Sequence):
-            size += 10 + 20 * len(value)
-        elif isinstance(value, dict):
-            size += 10 + sum(20 + 4 * len(key) for key in value)
-        else:
-            size += 10
-    return size
+def _surely_fits(event: EpisodeEvent) -> bool:
+    """Whether its texts are so short that no record is too small for it; what else there is, is bounded."""
+    if isinstance(event, Span):
+        return event.detail is None or len(event.detail) < SHORT
+    if isinstance(event, EpisodeStarted):
+        return len(event.worker) + len(event.engine) < SHORT
+    return len(event.reason) + len(event.text or "") + sum(map(len, event.rewards)) < SHORT

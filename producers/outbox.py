@@ -30,6 +30,8 @@ EVENT_BYTES = 1024  # what an event costs in memory beside its value: the client
 NAMED = 8  # episodes that a message names
 
 _EPISODE = (Span, EpisodeStarted, EpisodeEnded)
+# Whose an event is: the fields of its Attempt (a tuple costs less than making one for each event), or what it is.
+_Owner = tuple[str, int, int, str] | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Outbox:
         })  # fmt: skip
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._unsent: Counter[str] = Counter()
+        self._unsent: Counter[_Owner] = Counter()
         self._failures: list[Failure] = []
         self._broken: KafkaError | None = None
         self._closed = False
@@ -78,7 +80,7 @@ class Outbox:
 
     @property
     def unsent(self) -> Unsent:
-        return Unsent({name: count for name, count in self._unsent.items() if count})
+        return Unsent({_said(owner): count for owner, count in self._unsent.items()})
 
     def put(self, topic: str, key: str | None, event: Event, wait_s: float = 0.0) -> None:
         """Queue an event. Raises Backpressure where the queue stays full for `wait_s`, RecordTooLarge where no record
@@ -87,8 +89,8 @@ class Outbox:
             raise ProducerClosed("the producer is closed: open a new one")
         value = encode(event)
         if len(value) > RECORD_BYTES:
-            raise RecordTooLarge(f"{_name(event)}: {type(event).__name__} of {len(value)} bytes, and a record holds "
-                                 f"{RECORD_BYTES}; nothing of it was written")  # fmt: skip
+            raise RecordTooLarge(f"{_said(_owner(event))}: {type(event).__name__} of {len(value)} bytes, and a record "
+                                 f"holds {RECORD_BYTES}; nothing of it was written")  # fmt: skip
         size = len(value) + EVENT_BYTES
         end = time.monotonic() + wait_s
         while True:
@@ -104,8 +106,8 @@ class Outbox:
             self._producer.poll(0.05)
 
     def _produce(self, topic: str, key: str | None, event: Event, value: bytes) -> bool:
-        owner, size = _name(event), len(value) + EVENT_BYTES
-        attempt, sequence = _attempt(event)
+        owner, size = _owner(event), len(value) + EVENT_BYTES
+        sequence = event.sequence if isinstance(event, _EPISODE) else -1
         kind = type(event).__name__  # and not the event itself: it would be held until it is delivered
 
         def delivered(error: KafkaError | None, message: Message) -> None:
@@ -114,6 +116,7 @@ class Outbox:
             if not self._unsent[owner]:
                 del self._unsent[owner]
             if error is not None:
+                attempt = None if isinstance(owner, str) else Attempt(*owner)
                 self._failures.append(Failure(key, kind, attempt, sequence, f"{error.str()} [{error.name()}]"))
                 if error.fatal():
                     self._broken = error
@@ -155,14 +158,11 @@ class Outbox:
               file=sys.stderr)  # fmt: skip
 
 
-def _attempt(event: Event) -> tuple[Attempt | None, int]:
+def _owner(event: Event) -> _Owner:
     if isinstance(event, _EPISODE):
-        return Attempt(event.group, event.slot, event.attempt, event.incarnation), event.sequence
-    return None, -1
-
-
-def _name(event: Event) -> str:
-    attempt, _ = _attempt(event)
-    if attempt is not None:
-        return str(attempt)
+        return event.group, event.slot, event.attempt, event.incarnation
     return f"{event.group} opening" if isinstance(event, Lease) else type(event).__name__
+
+
+def _said(owner: _Owner) -> str:
+    return owner if isinstance(owner, str) else str(Attempt(*owner))
