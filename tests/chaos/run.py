@@ -28,7 +28,7 @@ from .faults import KINDS, TRANSACTION_TIMEOUT_S, Stage
 from .outcome import Outcome, differences, doubled, lost, outcome
 
 WORKERS = 2
-PACE_S = 1.2  # of the trainer under faults, so that the work lasts as long as the schedule
+PACE_S = 2.0  # of the trainer under faults, so that the work lasts as long as the schedule
 GROUPS_PER_FAULT = 26
 PROGRESS_S = 120.0  # a run that gives no closure for so long after a fault has failed
 AFTER = 4  # closures that count as going on, after a fault has been undone and
@@ -145,6 +145,9 @@ def _faults(stage: Stage, kinds: list[str], pace: Path, result: Result, say: Say
         crew.check()
         enough = len(crew.closures) + AFTER
         if not crew.wait(lambda n=enough: len(crew.closures) >= n, PROGRESS_S):  # type: ignore[misc]
+            if crew.done("coordinator"):
+                raise CrewFailed(f"the load was used up by fault {number} of {len(kinds)}, so that nothing could be "
+                                 "seen to go on: raise GROUPS_PER_FAULT or PACE_S")  # fmt: skip
             raise CrewFailed(f"no progress for {PROGRESS_S:g} s after fault {number} ({kind}: {done.what})")
         say(f"{number:4}/{len(kinds)}  {kind:24} {done.what:52} {time.monotonic() - done.began:5.1f} s  "
             f"{len(crew.closures)} closed")  # fmt: skip
