@@ -17,6 +17,7 @@ import os
 import subprocess
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -111,6 +112,17 @@ class Broker:
             missing = f"{len(metadata.brokers)} of {len(self.nodes)} nodes are there; not in sync: {behind[:5]}"
             time.sleep(0.1)
         raise BrokerError(f"the development broker of {self.home} is not whole after {timeout_s:g} s: {missing}")
+
+    def behind(self) -> int | None:
+        """The number of the node whose copies are out of step most often; None where all are in step. Raises
+        BrokerError where no node answers."""
+        try:
+            topics = AdminClient({"bootstrap.servers": self.bootstrap, "log_level": 0}).list_topics(timeout=10.0).topics
+        except KafkaException as error:
+            raise BrokerError(f"the development broker of {self.home} does not answer: {error}") from error
+        missing = Counter(node for topic in topics.values() for one in topic.partitions.values()
+                          for node in set(one.replicas) - set(one.isrs))  # fmt: skip
+        return missing.most_common(1)[0][0] if missing else None
 
 
 def default_home() -> Path:

@@ -28,6 +28,8 @@ from .faults import KINDS, TRANSACTION_TIMEOUT_S, Stage
 from .outcome import Outcome, differences, doubled, lost, outcome
 
 WORKERS = 2
+# A copy that no longer follows leaves the in-sync set, and stops holding up writers, after 10 s and not after 30.
+BROKER = {"replica.lag.time.max.ms": 10_000}
 PACE_S = 2.0  # of the trainer under faults, so that the work lasts as long as the schedule
 GROUPS_PER_FAULT = 26
 PROGRESS_S = 120.0  # a run that gives no closure for so long after a fault has failed
@@ -77,7 +79,7 @@ def chaos(home: Path, kinds: list[str], result: Result, say: Say) -> None:
     clocks = Clocks(home)
     os.environ.update(clocks.environment)  # of everything that is started from here on
     say("starting three brokers")
-    broker = start_broker(home / "broker", nodes=3, owner=True)
+    broker = start_broker(home / "broker", nodes=3, owner=True, config=BROKER)
     try:
         config = home / "site.toml"
         config.write_text(f'[site]\n[site.kafka]\n"bootstrap.servers" = "{broker.bootstrap}"\n'
