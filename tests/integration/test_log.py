@@ -15,7 +15,15 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from headrace.broker import start_broker
-from headrace.schemas.errors import BrokerUnreachable, DataLossError, Fenced, HungTransaction, LogError, SettingsError
+from headrace.schemas.errors import (
+    BrokerUnreachable,
+    DataLossError,
+    Fenced,
+    HungTransaction,
+    LogError,
+    RecordTooLarge,
+    SettingsError,
+)
 from headrace.schemas.topics import TopicSpec
 from headrace.streams.log import clients
 from headrace.streams.log import reader as reader_module
@@ -259,8 +267,8 @@ def test_what_cannot_be_written_is_a_typed_error_and_the_next_transaction_is_fin
 ) -> None:
     small = f"test.{run_name}.small"
     clients.create_topics(kafka, [TopicSpec(small, 1, 1, {"max.message.bytes": "5000"})])
-    with pytest.raises(LogError, match="too large"):  # by the client itself
-        transactor.send([Output(topic, 0, bytes(52_000_000))])
+    with pytest.raises(RecordTooLarge, match="a record of 52000000 bytes, and it may hold 990000; nothing of its"):
+        transactor.send([*outputs(topic, range(900, 910)), Output(topic, 0, bytes(52_000_000))])
     with pytest.raises(LogError, match=rf"{small}\[0\]: a record of 20000 bytes: .*too large"):  # by the broker
         transactor.send([*outputs(topic, range(900, 910)), Output(small, 0, os.urandom(20_000))])
     with pytest.raises(LogError, match="[Uu]nknown partition"):
