@@ -31,7 +31,7 @@ WORKERS = 2
 # A copy that no longer follows leaves the in-sync set, and stops holding up writers, after 10 s and not after 30.
 BROKER = {"replica.lag.time.max.ms": 10_000}
 PACE_S = 2.0  # of the trainer under faults, so that the work lasts as long as the schedule
-GROUPS_PER_FAULT = 26
+GROUPS_PER_FAULT = 20
 PROGRESS_S = 120.0  # a run that gives no closure for so long after a fault has failed
 AFTER = 4  # closures that count as going on, after a fault has been undone and
 WATCHED_S = 3.0  # so much time has passed: what the fault holds up may show a moment later
