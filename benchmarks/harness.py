@@ -276,7 +276,6 @@ class Ended:
     output: str  # stdout and stderr
     cpu_s: float
     wall_s: float
-    peak_rss: int  # bytes
 
     def last_json(self) -> Any:
         """What it printed on its last line. Raises CannotMeasure where it printed something else, or failed."""
@@ -346,8 +345,7 @@ class Started:
             time.sleep(0.005)
         code = os.waitstatus_to_exitcode(status)
         self._process.returncode = code  # it is reaped: the Popen object must not wait for it again
-        self._ended = Ended(code, self.output(), usage.ru_utime + usage.ru_stime, time.monotonic() - self._began,
-                            usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))  # fmt: skip
+        self._ended = Ended(code, self.output(), usage.ru_utime + usage.ru_stime, time.monotonic() - self._began)
         return self._ended
 
     def __enter__(self) -> Started:
@@ -390,7 +388,11 @@ def rss_of(pid: int) -> int:
 
 
 def peak_rss() -> int:
-    """Bytes: the most that this process ever held."""
+    """Bytes: the most that this process held since it was started. (What the kernel says in `ru_maxrss` would also hold
+    what its parent held when it forked.)"""
+    with contextlib.suppress(OSError):
+        status = Path("/proc/self/status").read_text()
+        return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM:"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -62,17 +62,7 @@ def one(what: str, where: str) -> dict[str, Any]:
         if not ledger.closes:
             raise CannotMeasure(f"the ledger does not close: {ledger.failures[:3]}")
         found = {"tokens": ledger.tokens.total()}
-    return {**found, "cpu_s": time.process_time() - began, "rss": peak_bytes()}
-
-
-def peak_bytes() -> int:
-    """The most that this process held since it was started. (The kernel's `ru_maxrss` would also hold what its parent
-    held when it forked.)"""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return harness.peak_rss()
-    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM:"))
+    return {**found, "cpu_s": time.process_time() - began, "rss": harness.peak_rss()}
 
 
 def measured(what: str, where: str) -> dict[str, Any]:
