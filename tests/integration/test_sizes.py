@@ -157,7 +157,7 @@ def chunks(kafka: Kafka, topics: RunTopics, event: GroupClosed) -> list[SampleCh
 def test_group_of_any_size_reaches_the_trainer_with_one_content_hash_chunked_or_as_a_blob(
     kafka: Kafka, run_name: str, tmp_path: Path, size: int
 ) -> None:
-    tokens = size // 16  # 8 bytes each, in two episodes
+    tokens = size // 12  # at least 6 bytes each, in two episodes
     hashes = set()
     for kind, log in (("chunked", {}), ("blob", {"blob_url": tmp_path.as_uri(), "blob_bytes": 500_000})):
         topics, run = RunTopics(f"{run_name}-{kind}"), settings(**log)

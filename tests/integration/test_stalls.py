@@ -29,6 +29,7 @@ from tests.scripted_run import ScriptedRun, scripted_settings
 
 Kafka = Mapping[str, Any]
 BOUND_S = 5
+START_S = 60.0  # longer than roles take to load PyTorch on a busy machine
 GARBAGE = b"garbage"
 WAIT_S = 120.0
 
@@ -211,7 +212,7 @@ def test_workers_that_cannot_start_end_the_run_with_the_reason(
     tmp_path: Path, kafka: dict[str, Any], run_name: str
 ) -> None:
     running = Running(tmp_path, kafka, run_name, max_deaths='max_deaths = 1000\ndevice = "no-such-device"',
-                      lease_timeout_s=f"lease_timeout_s = 2\nno_progress_s = {2 * BOUND_S}")  # fmt: skip
+                      lease_timeout_s=f"lease_timeout_s = 2\nno_progress_s = {START_S}")  # fmt: skip
     try:
         running.start()
         assert running.finish() == 1
@@ -227,7 +228,7 @@ def test_workers_that_cannot_start_end_the_run_with_the_reason(
 def test_role_that_hangs_is_named_and_the_run_ends(
     victim: str, tmp_path: Path, kafka: dict[str, Any], run_name: str
 ) -> None:
-    running = Running(tmp_path, kafka, run_name, lease_timeout_s=f"lease_timeout_s = 4\nno_progress_s = {6 * BOUND_S}")
+    running = Running(tmp_path, kafka, run_name, lease_timeout_s=f"lease_timeout_s = 4\nno_progress_s = {START_S}")
     try:
         running.start()
         running.wait_for(1)
