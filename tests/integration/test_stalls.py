@@ -29,7 +29,7 @@ from tests.scripted_run import ScriptedRun, scripted_settings
 
 Kafka = Mapping[str, Any]
 BOUND_S = 5
-START_S = 60.0  # longer than roles take to load PyTorch on a busy machine
+START_S = 90.0  # longer than roles take to load PyTorch on a busy machine
 GARBAGE = b"garbage"
 WAIT_S = 120.0
 
