@@ -20,7 +20,7 @@ from headrace.schemas.topics import POLICY, RunTopics
 from headrace.streams.log.reader import last_record
 
 TESTS = Path(__file__).parent
-PROGRESS_S = 90.0  # a few versions more, on a slow machine
+PROGRESS_S = 240.0  # a few versions more, on a slow and busy machine
 
 CONFIG = """
 run = "{run}"
