@@ -79,7 +79,7 @@ class Running:
                                             stdout=out, stderr=out, env=environment,
                                             stdin=subprocess.DEVNULL)  # fmt: skip
 
-    def finish(self, within_s: float = 240.0) -> int:
+    def finish(self, within_s: float = 450.0) -> int:
         """Wait for the end; the exit code."""
         assert self.process is not None
         return self.process.wait(within_s)
