@@ -135,9 +135,6 @@ class Fold:
     def open_groups(self) -> int:
         return len(self._open)
 
-    def is_open(self, group: str) -> bool:
-        return group in self._open
-
     def low_mark(self, position: int) -> tuple[int, int, int]:
         """(offset, clock, timestamp) from which a restart at `position` must replay."""
         for group in self._open.values():

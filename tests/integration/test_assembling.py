@@ -27,7 +27,8 @@ from headrace.schemas.topics import GROUPS, SAMPLES, TRAJECTORIES, RunTopics
 from headrace.streams.assembling import run_assembler
 from headrace.streams.log import clients
 from headrace.streams.log.reader import beginning_offsets, end_offsets, last_record
-from tests.integration.test_streams import audited, everything, role, until
+from tests.integration.test_streams import audited, everything, until
+from tests.roles import role
 from tests.scripted import Script, lease, run_settings, spec
 
 Kafka = Mapping[str, Any]

@@ -6,10 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from headrace.streams.assembling import run_assembler
 from headrace.streams.coordinating import run_coordinator
 from headrace.streams.log.reader import beginning_offsets, end_offsets, read_range
 from headrace.streams.tasks import task_source
+from tests.roles import role
 from tests.running import Running
 from tests.scripted_run import ScriptedRun, scripted_settings
 
@@ -58,27 +57,6 @@ class Standing(ScriptedRun):
             self.turn()
 
 
-@contextmanager
-def role(run: Callable[..., None], *args: Any) -> Iterator[list[BaseException]]:
-    """A role in a thread; what it raised, if anything."""
-    stop, raised = threading.Event(), list[BaseException]()
-
-    def body() -> None:
-        try:
-            run(*args[:3], stop, *args[3:])
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    try:
-        yield raised
-    finally:
-        stop.set()
-        thread.join(60)
-        assert not thread.is_alive()
-
-
 @pytest.fixture
 def standing(kafka: dict[str, Any], run_name: str) -> Iterator[Standing]:
     rollout = {"group_size": 2, "no_progress_s": BOUND_S, "lease_timeout_s": 2.0}
@@ -102,7 +80,7 @@ def said(raised: list[BaseException]) -> str:
 
 
 def test_run_whose_version_0_never_comes_names_the_trainer(standing: Standing) -> None:
-    with role(*coordinator(standing)) as raised:
+    with role(*coordinator(standing), join_s=60.0) as raised:
         standing.until(lambda: raised)
     assert "the trainer of run" in said(raised) and "version 0" in said(raised)
 
@@ -110,7 +88,7 @@ def test_run_whose_version_0_never_comes_names_the_trainer(standing: Standing) -
 def test_run_without_workers_names_them(standing: Standing) -> None:
     standing.beats = False
     standing._commit(None, b"", -1)
-    with role(*coordinator(standing)) as raised:
+    with role(*coordinator(standing), join_s=60.0) as raised:
         standing.until(lambda: raised)
     assert "no worker reports" in said(raised)
 
@@ -118,7 +96,7 @@ def test_run_without_workers_names_them(standing: Standing) -> None:
 def test_worker_that_only_beats_is_named_with_its_oldest_lease(standing: Standing) -> None:
     standing.works = False
     standing._commit(None, b"", -1)
-    with role(*assembler(standing)), role(*coordinator(standing)) as raised:
+    with role(*assembler(standing), join_s=60.0), role(*coordinator(standing), join_s=60.0) as raised:
         standing.until(lambda: raised)
     assert "produce nothing; the oldest is slot 0 of group g00000000" in said(raised)
     assert f"held by w (incarnation {standing.incarnation[:8]})" in said(raised)
@@ -128,7 +106,7 @@ def test_worker_that_only_beats_is_named_with_its_oldest_lease(standing: Standin
 def test_trainer_that_takes_no_batch_is_named(standing: Standing) -> None:
     standing.trains = False
     standing._commit(None, b"", -1)
-    with role(*assembler(standing)), role(*coordinator(standing)) as raised:
+    with role(*assembler(standing), join_s=60.0), role(*coordinator(standing), join_s=60.0) as raised:
         standing.until(lambda: raised)
     assert "waits for the trainer, and no version has come since version 0" in said(raised)
 
@@ -146,7 +124,7 @@ def test_assembler_that_is_stopped_is_named_with_the_first_record_that_waits_for
     try:
         standing.until(lambda: "assembling" in log.read_text())
         groups = standing.topics.name(GROUPS)
-        with role(*coordinator(standing)) as raised:
+        with role(*coordinator(standing), join_s=60.0) as raised:
             standing.until(lambda: raised or sum(end_offsets(standing.kafka, groups).values()) > 0)
             assert not raised, raised
             process.send_signal(signal.SIGSTOP)
@@ -185,9 +163,9 @@ def test_garbage_that_the_coordinator_reads_gets_one_letter_and_the_run_goes_on(
 
     others = [FLEET, FLEET, GROUPS, POLICY, POLICY]
     try:
-        with role(*assembler(run)):
+        with role(*assembler(run), join_s=60.0):
             for expected in (others, [*others, BATCHES, TASKS]):  # the last two are read at a start alone
-                with role(*coordinator(run)) as raised:
+                with role(*coordinator(run), join_s=60.0) as raised:
                     before = run.version
                     run.until(lambda before=before: raised or run.version > before)  # type: ignore[misc]
                     if expected is others:

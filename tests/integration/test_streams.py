@@ -46,6 +46,7 @@ from headrace.streams.log import clients, transactions
 from headrace.streams.log.reader import Reader, beginning_offsets, end_offsets, last_record, read_at, read_range
 from headrace.streams.log.transactions import Output, Transactor
 from headrace.streams.tasks import task_source
+from tests.roles import role
 from tests.scripted import Script, run_settings
 
 Kafka = Mapping[str, Any]
@@ -71,27 +72,6 @@ def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.05)
-
-
-@contextmanager
-def role(run: Callable[..., None], *args: Any) -> Iterator[list[BaseException]]:
-    """A role in a thread; what it raised, if anything."""
-    stop, raised = threading.Event(), list[BaseException]()
-
-    def body() -> None:
-        try:
-            run(*args[:3], stop, *args[3:])
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    try:
-        yield raised
-    finally:
-        stop.set()
-        thread.join(30)
-        assert not thread.is_alive()
 
 
 class Trainer:
