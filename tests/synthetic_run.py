@@ -166,5 +166,9 @@ class SyntheticRun:
         self._groups[partition] = chain
         return GroupRef(payload.group, partition, offset, hashed, tokens, 0)
 
+    def send(self, outputs: Sequence[Output]) -> None:
+        """Records as they are, without a place in any chain."""
+        self._transactor.send(outputs)
+
     def close(self) -> None:
         self._transactor.close()

@@ -21,13 +21,13 @@ import torch
 
 from headrace.schemas import delta
 from headrace.schemas.codec import kind_of
-from headrace.schemas.errors import InvalidRecord, ReplayMismatch
-from headrace.schemas.events import Disposed, GroupCount, Manifest, Version
+from headrace.schemas.errors import InvalidRecord, RecordError, ReplayMismatch
+from headrace.schemas.events import GroupCount, Manifest, Version
 from headrace.schemas.hashes import digest
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import BATCHES, POLICY, RunTopics
 from headrace.streams.log.hanging import check_settled
-from headrace.streams.log.policy import open_settings
+from headrace.streams.log.policy import Schemas, open_settings
 from headrace.streams.log.reader import Reader, Record, beginning_offsets
 from headrace.streams.log.transactions import Transactor
 
@@ -82,7 +82,7 @@ class Trainer:
         self._state = TrainState(model.path, dtype=model.dtype, compute_dtype=model.compute_dtype, device=device)
         self._saved = -1
         self._seconds: dict[str, float] = {}
-        self._reader = Reader(kafka)
+        self._reader, self._schemas = Reader(kafka), Schemas(kafka, topics)
         batches = topics.name(BATCHES)
         newest = self._versions.get(head.committed)
         at = newest.batch_offset + 1 if newest and newest.version else beginning_offsets(kafka, batches)[0]
@@ -192,9 +192,18 @@ class Trainer:
     def _next_manifest(self, stop: threading.Event) -> Record | None:
         while not stop.is_set():
             for record in self._batches.poll(1, POLL_S):
-                if kind_of(record.value) is not Disposed:  # else a manifest, or something to be named by its address
+                if self._is_manifest(record):
                     return record
         return None
+
+    def _is_manifest(self, record: Record) -> bool:
+        """By its header: a damaged one is for whoever reads it to name. What else lies here decides nothing."""
+        if kind_of(record.value) is None:
+            try:
+                self._schemas.decode(record.value)  # a newer coordinator's: its schema is known from now on
+            except RecordError as error:
+                log.warning("%s[%d]@%d decides nothing: %s", record.topic, record.partition, record.offset, error)
+        return kind_of(record.value) is Manifest
 
     def _advance(self, record: Record, before: Mapping[str, float]) -> None:
         """1. Fetch and prove; 2. train; 3. commit; 4. publish. `before`: seconds of the version before."""

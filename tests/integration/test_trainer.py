@@ -22,13 +22,15 @@ from headrace.producers.engines import GenerationRequest, Sampling
 from headrace.producers.engines.hf import HfEngine
 from headrace.producers.publications import served_state
 from headrace.producers.receiver import Receiver
-from headrace.schemas.codec import decode
+from headrace.schemas.codec import decode, encode
 from headrace.schemas.errors import Fenced, HeadraceError, InvalidRecord, LogError, NonFiniteLogprob, ReplayMismatch
-from headrace.schemas.events import PayloadEpisode, Publication, VersionRun
+from headrace.schemas.events import PayloadEpisode, Publication, SettingsChanged, Tick, VersionRun
+from headrace.schemas.hashes import GENESIS
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import BATCHES, POLICY
 from headrace.streams.log.policy import open_settings
 from headrace.streams.log.reader import Reader, Record, end_offsets, read_range
+from headrace.streams.log.transactions import Output
 from headrace.trainer import loop
 from headrace.trainer.fetch import fetch_batch
 from headrace.trainer.loop import Trainer, run_trainer
@@ -348,6 +350,25 @@ def test_manifest_out_of_turn_is_refused_by_address(run: SyntheticRun, tmp_path:
     run.write_random_batches(1)
     with pytest.raises(InvalidRecord, match=r"batches\[0\]@0: batch 5 for version 4 where batch 1 is due"):
         train(run, tmp_path, 1)
+
+
+def test_what_else_lies_in_policy_and_batches_decides_nothing(run: SyntheticRun, tmp_path: Path) -> None:
+    """Garbage, records of other topics and settings that can't be: before the first version, and after a restart."""
+    stray = [b"", b"garbage", encode(Tick("t", 0)), b"\xc3\x01" + b"x" * 20,
+             encode(SettingsChanged(0, GENESIS, "set", '{"batch.groups": "many"}', 0)),
+             encode(SettingsChanged(0, GENESIS, "set", "no JSON", 0))]  # fmt: skip
+
+    def litter() -> None:
+        for topic in (POLICY, BATCHES):
+            run.send([Output(run.topics.name(topic), 0, value) for value in stray])
+
+    litter()
+    run.write_random_batches(1)
+    train(run, tmp_path, 1)
+    litter()
+    run.write_random_batches(1)
+    train(run, tmp_path, 2)
+    assert head(run).committed == 2
 
 
 def test_segments_that_miss_tokens_are_refused(run: SyntheticRun, tmp_path: Path,
