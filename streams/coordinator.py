@@ -16,7 +16,7 @@ import json
 import math
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from headrace.schemas.errors import InvalidRecord
 from headrace.schemas.events import (
@@ -42,7 +42,7 @@ from headrace.schemas.events import (
 )
 from headrace.schemas.hashes import digest
 from headrace.schemas.outcomes import Closure, Purpose
-from headrace.schemas.settings import RunSettings
+from headrace.schemas.settings import RunSettings, changed
 from headrace.schemas.topics import FLEET, GROUPS
 
 from .assembler import RecordLike
@@ -137,7 +137,7 @@ class Coordinator:
             case SettingsChanged():
                 try:
                     settings = changed(self.settings, json.loads(event.changes))
-                except (ValueError, TypeError, KeyError) as error:
+                except ValueError as error:
                     raise InvalidRecord(f"the settings can't be changed so: {error}") from error
                 self._settings_at = (record.offset, digest(record.value or b""))
                 self._set(settings)
@@ -272,15 +272,3 @@ def requested_spec(settings: RunSettings, size: int | None) -> GroupSpec:
     size = size or spec.group_size
     survivors = min(settings.rollout.min_survivors or math.ceil(size / 2), size)
     return replace(spec, group_size=size, reserves=0, max_attempts=1, min_survivors=survivors)
-
-
-def changed(settings: RunSettings, changes: dict[str, Any]) -> RunSettings:
-    """Run settings after a change of dotted keys. Raises ValueError (pydantic's) on one that isn't allowed."""
-    plain = settings.model_dump(mode="json")
-    for key, value in changes.items():
-        *path, last = key.split(".")
-        section = plain
-        for name in path:
-            section = section[name]
-        section[last] = value
-    return RunSettings.model_validate(plain)
