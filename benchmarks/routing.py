@@ -150,15 +150,13 @@ def _compare(trace: Sequence[Arrival], said: str, sizes: Sequence[int | None], r
             result.row(f"{said}hit tokens of one infinite cache's, {size}", "one cache of that size in all", shared)
         ours = seen[OURS]
         assert ours.estimated is not None
-        result.row(
-            f"{said}hit tokens of one infinite cache's, {size}", "as the router estimates", ours.estimated / most
-        )
+        result.row(f"{said}hit tokens of one infinite cache's, {size}", "ours, as estimated", ours.estimated / most)
         for name, outcome in seen.items():
             result.row(f"{said}imbalance of the run, {size}", name, float(imbalance(outcome.computed)))
-        for name, outcome in seen.items():
-            by_window = imbalance(outcome.windows[:-1] if len(outcome.windows) > 1 else outcome.windows)
-            result.row(f"{said}imbalance of 60-second windows, median, {size}", name, float(np.median(by_window)))
-            result.row(f"{said}imbalance of 60-second windows, largest, {size}", name, float(by_window.max()))
+        for what, of in (("median", np.median), ("largest", np.max)):
+            for name, outcome in seen.items():
+                by_window = imbalance(outcome.windows[:-1] if len(outcome.windows) > 1 else outcome.windows)
+                result.row(f"{said}imbalance of 60-second windows, {what}, {size}", name, float(of(by_window)))
         for name, outcome in seen.items():
             result.row(f"{said}imbalance of requests, {size}", name, float(imbalance(outcome.requests)))
         for name, outcome in seen.items():
