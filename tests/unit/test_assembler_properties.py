@@ -58,7 +58,8 @@ ENDS: list[tuple[float | None, Outcome | None]] = [
 
 
 # (max_tokens, max_turns, model_time_s, tool_time_s)
-BUDGETS = [(4, None, None, None), (64, None, None, None), (64, 2, None, None), (64, 3, 0.5, None), (64, None, None, 0.3)]
+BUDGETS = [(4, None, None, None), (64, None, None, None), (64, 2, None, None), (64, 3, 0.5, None),
+           (64, None, None, 0.3)]  # fmt: skip
 BUDGETS_BY_NAME = [dict(zip(("max_tokens", "max_turns", "model_time_s", "tool_time_s"), one, strict=True))
                    for one in BUDGETS]  # fmt: skip
 BROKEN = pack_float32(np.array([np.nan, 1.0], np.float32))
