@@ -27,7 +27,7 @@ from .routing import Choice, Request, Router, blocks_of
 
 log = logging.getLogger("headrace.replicas")
 
-FENCED_S, FENCED_MAX_S = 1.0, 60.0  # the first fence, and the longest; each failure in a row doubles it
+FENCED_MAX_S = 60.0
 BUDGET_RESERVE, BUDGET_SHARE = 10.0, 0.2  # retries that are always possible, and more for each request that ended well
 SEED_STEP = 0x9E3779B97F4A7C15  # a retry draws from another random stream than the tokens that it follows
 
@@ -51,6 +51,7 @@ class Limits:
     check_every_s: float = 1.0
     check_s: float = 5.0
     failed_checks: int = 3  # in a row; then what runs there is lost too
+    fence_s: float = 1.0  # after a failure; each more in a row doubles it
 
 
 @dataclass(slots=True)
@@ -268,7 +269,7 @@ class Pool:
         name = entry.replica.name
         if self._entries.get(name) is not entry:
             return
-        entry.fenced_until = time.monotonic() + min(FENCED_MAX_S, FENCED_S * 2.0**entry.failures)
+        entry.fenced_until = time.monotonic() + min(FENCED_MAX_S, self._limits.fence_s * 2.0**entry.failures)
         entry.failures += 1
         self.fence(name, why)
 

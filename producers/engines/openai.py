@@ -9,6 +9,7 @@ whoever retries it goes on from its tokens on the new version.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from collections.abc import AsyncIterator, Iterator
@@ -84,6 +85,10 @@ class OpenAIReplica:
                             continue
                         ids, logprobs = self._tokens(choice, request)
                         finished = _finished(choice.get("finish_reason"))
+                        if finished:  # read to the end, so that the connection serves again
+                            with contextlib.suppress(*self._lost):
+                                async with asyncio.timeout(1.0):
+                                    await response.read()
                         if ids.size or finished:
                             yield Progress(request.request_id, ids, logprobs, version, finished, cached)
                             told += ids.size

@@ -25,7 +25,10 @@ log = logging.getLogger("headrace.engines.remote")
 
 
 class UpdatableReplica(Replica, Protocol):
-    """A replica whose weights its owner writes."""
+    """A replica whose weights its owner writes. `max_tokens`: prompt and completion of a request at most, where it
+    tells."""
+
+    max_tokens: int | None
 
     async def apply(self, version: int, changes: Changes) -> None:
         """Overwrite served weights; requests that run go on, or raise RequestAborted. Raises ReplicaLost."""
@@ -91,6 +94,8 @@ class RemoteEngine(LoopEngine):
         pool = self._pool = Pool(list(self._replicas.values()), limits=limits, admit=self._admit)
         await pool.start()
         await pool.health()  # one of them must serve
+        self._max_tokens = min([self._max_tokens, *(one.max_tokens for one in self._replicas.values()
+                                                    if one.max_tokens is not None)])  # fmt: skip
         return pool
 
     async def _stop(self) -> None:
