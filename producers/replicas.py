@@ -275,7 +275,9 @@ class Pool:
 
     async def _check_for_ever(self, entry: _Entry) -> None:
         while True:
-            await asyncio.sleep(self._limits.check_every_s)
+            # One that is gone for good is asked less often.
+            slower = 1 if entry.failed_checks < self._limits.failed_checks else 10
+            await asyncio.sleep(self._limits.check_every_s * slower)
             await self._check(entry)
 
     async def _check(self, entry: _Entry) -> None:
@@ -300,10 +302,10 @@ class Pool:
             self._changed.set()
 
     def _check_failed(self, entry: _Entry, error: Exception) -> None:
-        if not isinstance(error, ReplicaLost | TimeoutError):
-            log.error("replica %s: %s: %s", entry.replica.name, type(error).__name__, error)
         entry.failed_checks += 1
         why = f"replica {entry.replica.name}: {error or 'it does not answer'}"
+        if not isinstance(error, ReplicaLost | TimeoutError) and entry.why != why:
+            log.error("%s (%s)", why, type(error).__name__)
         self.fence(entry.replica.name, why)
         if entry.failed_checks == self._limits.failed_checks:
             entry.why = why

@@ -36,8 +36,8 @@ def needs_vllm() -> None:
 class Server:
     """vLLM's own server on a port of 127.0.0.1."""
 
-    def __init__(self, model: Path, log: Path, *, slots: int = 4, max_tokens: int = 256, key: str | None = None,
-                 processed: bool = True, weights: bool = True) -> None:  # fmt: skip
+    def __init__(self, model: Path, log: Path, *, slots: int = 4, max_tokens: int = 256, key: str | None = None
+                 ) -> None:  # fmt: skip
         needs_vllm()
         self.port = free_ports(1)[0][0]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -46,14 +46,14 @@ class Server:
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
             "--port", str(self.port), "--dtype", "float32", "--enforce-eager", "--max-model-len", str(max_tokens),
             "--max-num-seqs", str(slots), "--block-size", "32", "--seed", "0", "--served-model-name", "policy",
-            "--logprobs-mode", "processed_logprobs" if processed else "raw_logprobs",
-            *(["--worker-extension-cls", EXTENSION] if weights else []), *(["--api-key", key] if key else []),
+            "--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION,
+            *(["--api-key", key] if key else []),
         ]  # fmt: skip
         self._environment = {
             **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
             "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING",
-            "VLLM_SERVER_DEV_MODE": "1" if weights else "0",
+            "VLLM_SERVER_DEV_MODE": "1",
         }  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None
 

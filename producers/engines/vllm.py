@@ -7,7 +7,6 @@ exact whatever is still on its way. A request is salted with the version at its 
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import platform
@@ -53,6 +52,7 @@ class VllmEngine(LoopEngine):
         device: str = "cpu",
     ) -> None:
         self._folder = folder = ModelFolder(model_path, dtype)
+        max_tokens = min(max_tokens, folder.positions or max_tokens)  # vLLM insists
         super().__init__(folder.vocabulary, max_tokens)
         self._bits, self._dtype = folder.bits, dtype
         self._slots, self._version = slots, 0
@@ -147,8 +147,8 @@ class VllmEngine(LoopEngine):
     async def _stop(self) -> None:
         if hasattr(self, "_engine"):
             self._engine.shutdown(timeout=CLOSE_S)
-            del self._engine
-            gc.collect()  # its finaliser fails where it runs when Python is half gone
+            # Its finaliser would do so again, and fail where Python is half gone by then.
+            self._engine.shutdown = lambda: None
 
     async def _generate(self, request: GenerationRequest) -> AsyncIterator[Progress]:
         from vllm import SamplingParams, TokensPrompt

@@ -21,9 +21,10 @@ from headrace.consumers.ledger import audit
 from headrace.consumers.run import open_run
 from headrace.models import tiny_model
 from headrace.producers.engines import Changes, Engine, GenerationRequest, Progress, Sampling
+from headrace.producers.engines.openai import OpenAIReplica
 from headrace.producers.engines.probe import probe
 from headrace.producers.replicas import Limits, State
-from headrace.schemas.errors import EngineError, ModelError, ReplicaLost, WeightsRefused
+from headrace.schemas.errors import EngineError, ReplicaLost, WeightsRefused
 from headrace.schemas.events import Version
 from headrace.schemas.topics import POLICY
 from tests.engines import Server, needs_vllm, open_kind, remote_engine, running
@@ -62,12 +63,11 @@ def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    """One as it should be; one that asks for a key and reports raw log-probabilities (which at temperature 1 are the
-    processed ones)."""
+    """Two of the same model; the second asks for a key."""
     folder = tmp_path_factory.mktemp("servers")
     sizes: Any = {"slots": SLOTS, "max_tokens": MAX_TOKENS}
     good = Server(model, folder / "good.log", **sizes)
-    with running(good, Server(model, folder / "raw.log", key=KEY, processed=False, **sizes)) as (first, second):
+    with running(good, Server(model, folder / "victim.log", key=KEY, **sizes)) as (first, second):
         yield first, second
 
 
@@ -357,17 +357,18 @@ def until(condition: Any, seconds: float = 120.0) -> None:
 
 @pytest.mark.slow
 def test_a_server_is_asked_for_what_it_must_do_before_it_serves(servers: tuple[Server, Server], model: Path,
-                                                                 caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
-    _, raw = servers
+                                                                 caplog: pytest.LogCaptureFixture,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    _, locked = servers
     sizes: Any = {"slots": SLOTS, "max_tokens": MAX_TOKENS}
     with pytest.raises(ReplicaLost, match="401"):
-        remote_engine(model, [raw.url], **sizes)
-    engine = remote_engine(model, [raw.url], key=KEY, **sizes)
-    try:
-        with pytest.raises(ModelError, match="raw log-probabilities"):
-            probe(engine)
-    finally:
-        engine.close()
+        remote_engine(model, [locked.url], **sizes)
+    with monkeypatch.context() as patch:
+        body = OpenAIReplica._body
+        # As if the server knew no temperature, or reported log-probabilities from before it.
+        patch.setattr(OpenAIReplica, "_body", lambda *given: body(*given) | {"temperature": 0.0})
+        with pytest.raises(ReplicaLost, match="raw log-probabilities"):
+            remote_engine(model, [locked.url], key=KEY, **sizes)
     with pytest.raises(ReplicaLost, match="no replica serves"):
         remote_engine(model, ["http://127.0.0.1:9"], **sizes)
     assert KEY not in caplog.text
@@ -376,9 +377,9 @@ def test_a_server_is_asked_for_what_it_must_do_before_it_serves(servers: tuple[S
 @pytest.mark.slow
 def test_a_connection_that_is_half_open_holds_nothing_up(servers: tuple[Server, Server], model: Path, plain: Any
                                                           ) -> None:  # fmt: skip
-    good, raw = servers
+    good, other = servers
     proxy = Proxy(good.port)
-    engine = remote_engine(model, [proxy.url, raw.url], key=KEY, slots=SLOTS, max_tokens=MAX_TOKENS, limits=QUICK)
+    engine = remote_engine(model, [proxy.url, other.url], key=KEY, slots=SLOTS, max_tokens=MAX_TOKENS, limits=QUICK)
     silent = proxy.url.removeprefix("http://")
     try:
         tokens = prompt(engine, "half open")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,7 @@ def test_a_lost_request_goes_on_elsewhere_without_a_hole_or_a_repeat(trouble: Ex
         assert (again.sampling.seed == 7) == (after == 0)  # other numbers than those that drew what it follows
         assert pool.retried == 1 and pool.states["a"][0] is State.FENCED
 
-    run(body, both)
+    run(body, both, replace(QUICK, fence_s=30.0, patience_s=10.0))
 
 
 def test_a_request_is_retried_so_often_and_no_more() -> None:
