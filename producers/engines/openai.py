@@ -25,6 +25,7 @@ from .served import ModelFolder, as_text, messages, whole
 
 CONNECT_S = 5.0
 CONTROL_S = 60.0  # an answer to anything but a generation
+CLEAR_TRIES = 50
 WEIGHTS_S = 600.0  # an answer to a message of weights
 RETRY_ELSEWHERE = frozenset({408, 409, 425, 429})  # and 5xx; any other refusal is the request's own fault
 _METRIC = re.compile(rb"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
@@ -190,7 +191,8 @@ class OpenAIReplica:
         for response in list(self._responses):
             response.close()
         try:
-            await self._ask("POST", "/pause?mode=abort&clear_cache=true")
+            await self._ask("POST", "/pause?mode=abort")
+            await self._clear_cache()
             for parts in messages(self._folder.bits, changes):
                 await self._rpc("headrace_write", as_text(parts))
             await self._ask("POST", "/update_weight_version", {"new_version": str(version)})
@@ -200,6 +202,14 @@ class OpenAIReplica:
             raise ReplicaLost(f"replica {self.name} didn't take version {version}: {error}") from error
         finally:
             self._open_for_requests.set()
+
+    async def _clear_cache(self) -> None:
+        """No key of the old weights stays. Raises ReplicaLost where the server doesn't say that it did."""
+        for _ in range(CLEAR_TRIES):  # what was aborted holds its blocks for a moment
+            if (await self._ask("POST", "/reset_prefix_cache")).get("success"):
+                return
+            await asyncio.sleep(0.1)
+        raise ReplicaLost(f"replica {self.name} didn't clear its prefix cache")
 
     async def restore(self, version: int, whole: Changes) -> None:
         """Make all of its weights anew, whatever was there."""
