@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 OVERTAKEN = 64  # starts of later groups while one waits: eight groups of eight
 QUEUED = 0.1  # of the engine's capacity: enough that an ended request has a successor at once
+PACED_TOKENS = 8  # a shorter turn says little of the engine's pace
 GAIN = 0.5  # of the distance to the target that one observation moves the limit by: it overshoots no more than once
 
 
@@ -177,6 +178,18 @@ class Scheduler:
 
 
 @dataclass(slots=True)
+class Pace:
+    """How long an engine needs for a token with nothing else to do: the least mean of any turn so far, in seconds."""
+
+    token_s: float = math.inf
+
+    def see(self, tokens: int, decode_s: float) -> None:
+        """A turn took `decode_s` from its first token to its last."""
+        if tokens >= PACED_TOKENS:
+            self.token_s = min(self.token_s, decode_s / tokens)
+
+
+@dataclass(slots=True)
 class Budget:
     """One episode's own clock: what it may use (None: any amount) and what it has used. Times in seconds."""
 
@@ -192,7 +205,7 @@ class Budget:
     def model(self, tokens: int, decode_s: float, token_s: float) -> float:
         """A turn of the model took `decode_s` for its tokens; the engine needs `token_s` for one where it has nothing
         else to do. Returns the seconds that are the model's: the lesser of the two."""
-        model_s = min(decode_s, tokens * token_s)
+        model_s = min(decode_s, tokens * token_s) if tokens else 0.0
         self.tokens += tokens
         self.turns += 1
         self.model_s += model_s
