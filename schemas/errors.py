@@ -172,6 +172,10 @@ class EngineError(HeadraceError):
     """The engine refused a request that it can never run."""
 
 
+class ReplicaLost(HeadraceError):
+    """A replica died, hung or refused a request that another may run: nothing more of the request comes from it."""
+
+
 class EnvironmentFailed(HeadraceError):
     """The environment's host died, hung or raised: infrastructure, never the model's fault."""
 

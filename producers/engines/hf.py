@@ -215,6 +215,9 @@ class HfEngine:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def close(self) -> None:
+        """Memory alone, which the process gives back."""
+
     # --- requests -------------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest) -> None:
