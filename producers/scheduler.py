@@ -60,11 +60,15 @@ class _Group:
         """Slots still to end here, of those that may count."""
         return len(self.waiting) + len(self.running)
 
-    def next(self) -> SlotKey | None:
-        """The slot that begins next, by number; a reserve stands in for a lost one."""
-        if self.waiting:
-            return self.waiting[min(self.waiting)]
-        return self.reserves[min(self.reserves)] if self.reserves and self.lost else None
+    @property
+    def waits(self) -> bool:
+        """Whether a slot of it is to begin; a reserve stands in for a lost one."""
+        return bool(self.waiting or self.reserves and self.lost)
+
+    def next(self, able: Callable[[SlotKey], bool]) -> SlotKey | None:
+        """The slot that begins next: the first by number that may. One whose sandbox takes long keeps no sibling."""
+        slots = self.waiting or (self.reserves if self.lost else {})
+        return next((slots[number] for number in sorted(slots) if able(slots[number])), None)
 
 
 class Scheduler:
@@ -153,10 +157,11 @@ class Scheduler:
         return 1, group.open, group.launched
 
     def _next(self, able: Callable[[SlotKey], bool]) -> SlotKey | None:
-        for group in sorted(self._groups.values(), key=self._rank):
-            if (key := group.next()) is not None and able(key):
+        for group in sorted((group for group in self._groups.values() if group.waits), key=self._rank):
+            if (key := group.next(able)) is not None:
                 return key
-        spare = (key for group in self._groups.values() for _, key in sorted(group.reserves.items()) if able(key))
+        spare = (key for group in self._groups.values() if group.reserves
+                 for _, key in sorted(group.reserves.items()) if able(key))  # fmt: skip
         return next(spare, None)
 
     def _start(self, key: SlotKey) -> None:
@@ -171,7 +176,7 @@ class Scheduler:
         for other in self._groups.values():
             if other.launched >= group.launched:
                 break
-            if other.next() is not None:
+            if other.waits:
                 other.overtaken += 1
         if self._sandboxes is not None:
             self._sandboxes -= 1

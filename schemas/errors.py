@@ -178,3 +178,11 @@ class ReplicaLost(HeadraceError):
 
 class EnvironmentFailed(HeadraceError):
     """The environment's host died, hung or raised: infrastructure, never the model's fault."""
+
+
+class SandboxFailed(HeadraceError):
+    """A sandbox couldn't be started, in time or at all: infrastructure, never the model's fault."""
+
+
+class SandboxLost(HeadraceError):
+    """A sandbox is gone, or was given up, under the step that it ran; the message says what happened."""
