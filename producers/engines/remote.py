@@ -72,6 +72,11 @@ class RemoteEngine(LoopEngine):
     def pool(self) -> Pool:
         return self._pool
 
+    @property
+    def unrouted(self) -> bool:
+        """Whether everything that it has to do waits for a replica that may serve."""
+        return self._pool.waiting >= max(1, self.active)
+
     def served_arrays(self) -> dict[str, NDArray[Any]]:
         return read_only(self._folder.bits)
 
