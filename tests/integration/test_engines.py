@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from headrace.consumers.ledger import audit
@@ -375,6 +376,21 @@ def test_a_server_is_asked_for_what_it_must_do_before_it_serves(servers: tuple[S
 
 
 @pytest.mark.slow
+def test_a_server_that_another_worker_takes_over_is_left_to_it(servers: tuple[Server, Server], model: Path) -> None:
+    server, _ = servers
+    sizes: Any = {"slots": SLOTS, "max_tokens": MAX_TOKENS, "limits": QUICK}
+    first = remote_engine(model, [server.url], **sizes)
+    second = remote_engine(model, [server.url], **sizes)
+    try:
+        until(lambda: "taken over" in next(iter(first.pool.states.values()))[1])
+        steps = one_of(second, prompt(second, "mine"), Sampling(1.0, 150, seed=0))
+        assert len(ids(steps)) == 150 and second.pool.retried == 0
+    finally:
+        first.close()
+        second.close()
+
+
+@pytest.mark.slow
 def test_a_connection_that_is_half_open_holds_nothing_up(servers: tuple[Server, Server], model: Path, plain: Any
                                                           ) -> None:  # fmt: skip
     good, other = servers
@@ -463,16 +479,23 @@ def check_run(run: Running, newest: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_vllm_in_the_worker_takes_each_version_in_place(model: Path, tmp_path: Path, kafka: dict[str, Any]
-                                                                   ) -> None:  # fmt: skip
+def test_a_run_with_vllm_takes_each_version_in_place_and_its_engine_dies_with_a_killed_worker(
+    model: Path, tmp_path: Path, kafka: dict[str, Any]
+) -> None:
     needs_vllm()
     shutil.copytree(model, tmp_path / "model")
     run = Running(tmp_path, kafka, f"run-vllm-{os.getpid()}", max_lag="max_lag = 0", dtype='dtype = "float32"',
                   slots='slots = 16\nengine = "vllm"')  # fmt: skip
     try:
-        run.start("--stop-at", "3")
+        run.start("--stop-at", "4")
+        run.wait_for(2)
+        worker = run.role("worker")
+        assert worker is not None
+        engine_process = [one for one in worker.children(recursive=True) if "EngineCore" in " ".join(one.cmdline())]
+        worker.kill()
+        assert psutil.wait_procs(engine_process, 10)[1] == [] and engine_process
         assert run.finish() == 0, run.said()
-        check_run(run, 3)
+        check_run(run, 4)
         assert "serving version 2" in run.said()
     finally:
         run.kill_all()
