@@ -40,9 +40,10 @@ def settings(groups: int, max_lag: int | None, group_size: int = GROUP_SIZE) -> 
     lag = UNLIMITED_LAG if max_lag is None else max_lag
     return RunSettings.model_validate({
         "model": {"path": "unused"}, "tasks": {"dataset": "chain_sum"},
-        "rollout": {"group_size": group_size, "zero_variance": "keep", "deadline_s": FOREVER_S, "max_age_s": FOREVER_S},
+        "rollout": {"group_size": group_size, "zero_variance": "keep", "deadline_s": FOREVER_S, "max_age_s": FOREVER_S,
+                    "lease_timeout_s": FOREVER_S},
         "batch": {"groups": groups, "max_lag": lag},
-        "staleness": {"hard_lag": UNLIMITED_LAG},
+        "staleness": {"hard_lag": UNLIMITED_LAG}, "log": {"commit_ms": 100},
     })  # fmt: skip
 
 
@@ -73,7 +74,7 @@ class Streams:
 
     def __init__(self, groups: int, max_lag: int | None, capacity: int) -> None:
         self._coordinator = Coordinator(settings(groups, max_lag), Numbered())
-        self._fold = Fold()
+        self._fold, self._groups = Fold(), groups
         self._offset, self.now_ms = 0, 0
         self.version = 0
         self._admitted: list[int] = []
@@ -100,7 +101,9 @@ class Streams:
                         None, None, None))  # fmt: skip
         closed = self._feed(EpisodeEnded(name, slot, 0, INCARNATION, 2, Outcome.MODEL_SUCCESS, "stop", "none",
                                          float(slot % 2), {}, (), None, 0, {}))  # fmt: skip
-        return self._decide() if closed else []
+        # A closure moves its group from the open ones to the candidates: no room comes of it, and nothing is decided
+        # before there are candidates for a batch.
+        return self._decide() if closed and len(self._coordinator.batching.candidates) >= self._groups else []
 
     # ------------------------------------------------------------------------------------------------- the log
 

@@ -33,7 +33,7 @@ from .collect_parameters import (
 )
 from .collect_streams import Streams
 
-BLOCK_TOKENS = 1024  # in which the router names prompts here: the estimate is as coarse, the model's caches aren't
+BLOCK_TOKENS = 2000  # in which the router names prompts here: the estimate is as coarse, the model's caches aren't
 QUEUED = 1_000_000  # leases that the worker takes beyond its slots, so that max_lag alone is the limit
 Key = tuple[int, int]  # group, slot
 
@@ -70,6 +70,7 @@ class Outcome:
     began: dict[int, tuple[float, int]] = field(default_factory=dict)
     sampled: set[Key] = field(default_factory=set)  # episodes that began
     sandboxes: int = 0  # most at once
+    busy: float = 0.0  # slot-seconds in which a slot was taken, up to the last batch
     prompt_tokens: int = 0
     found_tokens: int = 0  # of them in the prefix cache of the replica that took the request
 
@@ -82,30 +83,30 @@ class Outcome:
         return (self.batches[-1].at - self.batches[since].at) / (len(self.batches) - 1 - since)
 
 
-class _Episode:
-    __slots__ = ("key", "work", "number", "turn", "versions", "blocks", "slot_key")
+class Episode:
+    __slots__ = ("key", "work", "number", "name", "turn", "versions", "blocks")
 
     def __init__(self, key: Key, work: Trajectory, number: int) -> None:
         self.key, self.work, self.number, self.turn = key, work, number, 0
         self.versions: list[tuple[int, int]] = []
-        self.slot_key = SlotKey(str(key[0]), key[1], 0)
+        self.name = str(number)
         # Names of the blocks of the whole conversation; the first are the group's.
         shared, whole = PROMPT_TOKENS // BLOCK_TOKENS, (work.context[-1] + work.tokens[-1]) // BLOCK_TOKENS
         self.blocks = [-(key[0] * shared + i) - 1 for i in range(shared)]
         self.blocks += [number * 1000 + i for i in range(whole - shared)]
 
 
-class _Engine:
+class Engine:
     """The replicas: how long a call takes, by load and by what the prefix cache holds."""
 
     def __init__(self, cell: Cell, outcome: Outcome) -> None:
         self._slope = (cell.slowdown - 1) / FULL_LOAD
         self._room, self._outcome = cell.cache_tokens, outcome
-        self.running = [0] * REPLICAS
+        self.running = [0] * REPLICAS  # calls
         self._caches: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(REPLICAS)]
         self._held = [0] * REPLICAS
 
-    def call(self, replica: int, episode: _Episode) -> tuple[float, int]:
+    def call(self, replica: int, episode: Episode) -> tuple[float, int]:
         """(seconds, prompt tokens found) of the episode's next call, which begins now."""
         work, turn = episode.work, episode.turn
         context, found = work.context[turn], 0
@@ -125,7 +126,7 @@ class _Engine:
         return (work.calls[turn] + (context - found) / PREFILL_TOKENS_PER_S) * slow, found
 
 
-class _Routed:
+class Routed:
     """Headrace's router over these replicas."""
 
     def __init__(self, cell: Cell) -> None:
@@ -134,9 +135,9 @@ class _Routed:
         for i in range(REPLICAS):
             self._router.added(str(i), FULL_LOAD, blocks)
 
-    def choose(self, episode: _Episode, now: float) -> tuple[int, int]:
+    def choose(self, episode: Episode, now: float) -> tuple[int, int]:
         tokens = episode.work.context[episode.turn]
-        request = Request(str(episode.number), tokens, episode.blocks[: tokens // BLOCK_TOKENS])
+        request = Request(episode.name, tokens, episode.blocks[: tokens // BLOCK_TOKENS])
         choice = self._router.choose(request, now)
         assert choice is not None
         return int(choice.replica), choice.ticket
@@ -145,18 +146,18 @@ class _Routed:
         self._router.ended(ticket, now, tokens)
 
 
-class _InTurn:
+class InTurn:
     def __init__(self) -> None:
         self._robin = RoundRobin(REPLICAS)
 
-    def choose(self, episode: _Episode, now: float) -> tuple[int, int]:
+    def choose(self, episode: Episode, now: float) -> tuple[int, int]:
         return self._robin.choose(), 0
 
     def ended(self, ticket: int, now: float, tokens: int) -> None:
         pass
 
 
-class _Scheduled:
+class Scheduled:
     """Headrace's scheduler, with the interface of `LaunchOrder`."""
 
     def __init__(self, slots: int) -> None:
@@ -200,17 +201,18 @@ class _Run:
             self._streams = None
             kind = BarrierCollector if arm.assembly == "barrier" else FifoCollector
             self._collector = kind(GROUPS, GROUP_SIZE)
-        self._queue = _Scheduled(slots) if arm.schedule else LaunchOrder(slots)
-        self._router = _Routed(cell) if arm.routing else _InTurn()
-        self._engine = _Engine(cell, self.outcome)
-        self._heap: list[tuple[float, int, Callable[[_Episode], None], _Episode]] = []
+        self._queue = Scheduled(slots) if arm.schedule else LaunchOrder(slots)
+        self._router = Routed(cell) if arm.routing else InTurn()
+        self._engine = Engine(cell, self.outcome)
+        self._heap: list[tuple[float, int, Callable[[Episode], None], Episode]] = []
         self._calls: list[tuple[float, int, int, int, int]] = []  # end, number, replica, ticket, tokens
         self._now, self._count = 0.0, 0
-        self._episodes: dict[Key, _Episode] = {}
+        self._taken, self._counted = 0, 0.0  # slots, and up to when their time is in `busy`
+        self._episodes: dict[Key, Episode] = {}
         total = math.ceil(SANDBOXES_PER_SLOT * slots)
         self._size = Size(total, total)
         self._ordered: set[int] = set()  # groups
-        self._orders: deque[_Episode] = deque()
+        self._orders: deque[Episode] = deque()
         self._ready: set[Key] = set()
         self._starting = self._in_use = 0
         self._launch()
@@ -219,7 +221,7 @@ class _Run:
         self._now, _, action, episode = heappop(self._heap)
         action(episode)
 
-    def _at(self, time: float, action: Callable[[_Episode], None], episode: _Episode) -> None:
+    def _at(self, time: float, action: Callable[[Episode], None], episode: Episode) -> None:
         self._count += 1
         heappush(self._heap, (time, self._count, action, episode))
 
@@ -236,11 +238,15 @@ class _Run:
             self._set_up()
         self._fill()
 
+    def _slots(self, more: int) -> None:
+        self.outcome.busy += self._taken * (self._now - self._counted)
+        self._taken, self._counted = self._taken + more, self._now
+
     def _order(self, group: int) -> None:
         if group not in self._ordered:
             self._ordered.add(group)
             for slot, work in enumerate(self._load.group(group)):
-                self._episodes[group, slot] = episode = _Episode((group, slot), work, group * GROUP_SIZE + slot)
+                self._episodes[group, slot] = episode = Episode((group, slot), work, group * GROUP_SIZE + slot)
                 self._orders.append(episode)
 
     def _set_up(self) -> None:
@@ -251,7 +257,7 @@ class _Run:
             self._at(self._now + episode.work.setup_s(self._cell), self._is_ready, episode)
         self.outcome.sandboxes = max(self.outcome.sandboxes, self._in_use + len(self._ready) + self._starting)
 
-    def _is_ready(self, episode: _Episode) -> None:
+    def _is_ready(self, episode: Episode) -> None:
         self._starting -= 1
         self._ready.add(episode.key)
         self._fill()
@@ -259,6 +265,7 @@ class _Run:
     def _fill(self) -> None:
         able = self._ready.__contains__ if self._apart else lambda _: True
         begin = self._queue.starts(able)
+        self._slots(len(begin))
         for key in begin:
             episode = self._episodes[key]
             self._in_use += 1
@@ -276,7 +283,7 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------- an episode
 
-    def _turn(self, episode: _Episode) -> None:
+    def _turn(self, episode: Episode) -> None:
         now, work, turn = self._now, episode.work, episode.turn
         while self._calls and self._calls[0][0] <= now:
             end, _, replica, ticket, tokens = heappop(self._calls)
@@ -297,17 +304,19 @@ class _Run:
         last = episode.turn == len(work.calls)
         self._at(end + work.tools[turn], self._agent_ended if last else self._turn, episode)
 
-    def _agent_ended(self, episode: _Episode) -> None:
+    def _agent_ended(self, episode: Episode) -> None:
         self._at(self._now + episode.work.verify_s, self._verified, episode)
         if self._apart:  # the slot goes on with another while the verifier runs
+            self._slots(-1)
             self._queue.ended(episode.key)
             self._fill()
 
-    def _verified(self, episode: _Episode) -> None:
+    def _verified(self, episode: Episode) -> None:
         self._in_use -= 1
         if self._streams is not None:
             self._streams.now_ms = round(self._now * 1000)
         if not self._apart:
+            self._slots(-1)
             self._queue.ended(episode.key)
         for batch in self._collector.ended(*episode.key, episode.versions):
             self.outcome.batches.append(Batch(self._now, tuple(g for g, _ in batch), tuple(lag for _, lag in batch)))

@@ -50,7 +50,7 @@ exec sleep infinity 3>&-
 """
 _OUTER = r"""
 exec 3>&2 2>/dev/null
-trap '' INT TERM HUP QUIT
+trap : INT TERM HUP QUIT
 while :; do bash --noprofile --norc -c "$0" 2>&1; printf 'X %d\n' "$?" >&3; done
 """
 # Outside of it, in a mount namespace that only the sandbox will have: $1 mount point, $2 bytes, $3 base or nothing.
