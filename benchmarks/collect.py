@@ -41,9 +41,8 @@ from .collect_parameters import (
 from .harness import Result
 
 FULL_SLOTS = SLOTS[-1]
-GRID_SEEDS = 6  # of each cell, to find the median and the worst one; those two then get all seeds
-PART_SEEDS = 20  # of the rows by part and by lag
-LONG_SEEDS = 5
+# Shares of the seeds: each cell of the grid gets few, to find the median and the worst one, which then get all.
+GRID_SHARE, PART_SHARE, LONG_SHARE = 0.06, 0.2, 0.05
 PUBLISHED = 66.9
 
 
@@ -98,7 +97,8 @@ def _virtual(options: argparse.Namespace, files: tuple[Path, Path] | None, resul
     seeds = options.seeds or (1 if quick else SEEDS)
     slots = (FULL_SLOTS,) if quick else SLOTS
     cells = GRID[6:8] if quick else GRID
-    grid_seeds, part_seeds, long_seeds = (min(seeds, most) for most in (GRID_SEEDS, PART_SEEDS, LONG_SEEDS))
+    grid_seeds, part_seeds, long_seeds = (max(1, round(seeds * share))
+                                          for share in (GRID_SHARE, PART_SHARE, LONG_SHARE))  # fmt: skip
     runs = Runs(files, options.processes, 1 + (2 if quick else STEADY_BATCHES))
     runs.want((BARRIER, ALL), cells, slots, grid_seeds)
     middle, worst = _grid(runs, cells, slots, grid_seeds, result)

@@ -42,7 +42,7 @@ from .streams_load import DAY_S, SIBLINGS, Rollouts, Trainer, create, role
 CELL = Cell(2.0, "half", 3.0)
 SLOTS = 64
 BATCHES_MADE = 3
-SECONDS = 1 / 60  # of real time for one of the trace's
+SECONDS = 1 / 30  # of real time for one of the trace's
 STARTING = 16  # set-ups at once in the pool
 SHORTEST_S = 0.005  # a tool that takes less is a step that does nothing: a process more would take as long
 TOKENS_LOGGED = 64  # of an episode: the streams' own load is measured elsewhere

@@ -153,6 +153,8 @@ class ProcessSandbox:
         if "\0" in command:
             return StepResult(b"a command can't hold a NUL byte\n", 0, 2, False, 0.0)
         with self._lock:
+            if self._killed:
+                raise self._lost()  # its pipes are closed, and their numbers may be another's
             began, born = time.monotonic(), ticks_now()
             kept = Kept(self.spec.output_bytes)
             self._drain(Kept(0))  # what earlier steps' processes said since
