@@ -34,9 +34,9 @@ from headrace.streams.log.transactions import Transactor
 from .checkpoint import Checkpoints, train_hash
 from .fetch import Batch, expect, fetch_batch
 from .publish import Policy, Publisher, read_policy
-from .rejection import Rejection
 from .report import StepReport
-from .step import StepSettings, TrainState
+from .step import TrainState
+from .weighing import StepSettings, loss_rules
 
 log = logging.getLogger("headrace.trainer")
 
@@ -60,11 +60,7 @@ def step_settings(settings: RunSettings) -> StepSettings:
         group_size=settings.rollout.group_size,
         budget=settings.rollout.max_new_tokens,
         reuse_drift_limit=settings.staleness.floor + settings.reuse.drift_limit,
-        # With bypass the objective's own ratio is that to the behaviour policy; a weight would count it twice.
-        weigh=not loss.bypass or loss.objective == "reinforce",
-        reject=tuple(Rejection(rule.by, rule.over, rule.below, rule.above) for rule in loss.reject),
-        lone=loss.lone or "batch_mean",
-        **loss.model_dump(exclude={"reject", "lone"}),
+        **loss_rules(loss),
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import NonFiniteLogprob
+from headrace.schemas.settings import LossSettings
 
 from . import corrections
 from .advantages import EPSILON, advantages, lone
@@ -20,6 +21,7 @@ from .batches import Episode, Group, MicroBatch, counted
 from .corrections import Correction
 from .losses import Objective
 from .reductions import Tokens
+from .rejection import Rejection
 from .report import Scored
 
 
@@ -57,6 +59,17 @@ class StepSettings(Correction, Objective):
     def looks_ahead(self) -> bool:
         """Whether all of the batch is scored on the served weights before any of it is trained."""
         return self.of_the_batch or self.optimizer_steps > 1
+
+
+def loss_rules(loss: LossSettings) -> dict[str, Any]:
+    """The `loss` section as the fields of `StepSettings` that it decides."""
+    return {
+        **loss.model_dump(exclude={"reject", "lone"}),
+        "reject": tuple(Rejection(rule.by, rule.over, rule.below, rule.above) for rule in loss.reject),
+        "lone": loss.lone or "batch_mean",
+        # With bypass the objective's own ratio is that to the behaviour policy; a weight would count it twice.
+        "weigh": not loss.bypass or loss.objective == "reinforce",
+    }
 
 
 @dataclass(frozen=True, slots=True)
