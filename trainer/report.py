@@ -79,10 +79,10 @@ class Scored:
 
     @staticmethod
     def joined(parts: Sequence[Scored]) -> Scored:
-        columns = [np.concatenate([getattr(part, name) for part in parts])
-                   for name in ("current", "behaviour", "log_ratio", "staleness", "correction", "versions", "episode")]
+        columns = {name: np.concatenate([getattr(part, name) for part in parts])
+                   for name in ("current", "behaviour", "log_ratio", "staleness", "correction", "versions", "episode")}
         rejected = {rule: np.concatenate([part.rejected[rule] for part in parts]) for rule in parts[0].rejected}
-        return Scored(*columns, rejected)  # type: ignore[arg-type]
+        return Scored(**columns, rejected=rejected)
 
 
 def group_counts(groups: Sequence[Group], scored: Scored) -> tuple[GroupCounts, ...]:

@@ -30,7 +30,8 @@ from .report import Scored, StepReport, effective, figures, group_counts, lag_st
 from .reused import Reused, ReusedCounts
 from .reused import share as reused_share
 from .reused import term as reused_term
-from .weighing import Begun, StepSettings, batch_advantages, corrected, lengths, minibatches, refuse_non_finite
+from .weighing import Begun, batch_advantages, corrected, lengths, minibatches, refuse_non_finite
+from .weighing import StepSettings as StepSettings
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16, torch.float32: torch.uint32}

@@ -20,7 +20,7 @@ from .advantages import EPSILON, advantages, lone
 from .batches import Episode, Group, MicroBatch, counted
 from .corrections import Correction
 from .losses import Objective
-from .reductions import Tokens
+from .reductions import CLAMP, Tokens
 from .rejection import Rejection
 from .report import Scored
 
@@ -113,7 +113,7 @@ def corrected(current: NDArray[np.float64], columns: Mapping[str, NDArray[Any]],
     apart = corrections.difference(torch.from_numpy(current), behaviour)
     found = corrections.correct(tokens, apart, advantage[episode], settings)
     scored = Scored(
-        current, columns["behaviour"], apart.clamp(-corrections.CLAMP, corrections.CLAMP).numpy(), columns["weights"],
+        current, columns["behaviour"], apart.clamp(-CLAMP, CLAMP).numpy(), columns["weights"],
         found.weights.numpy(), columns["versions"], columns["episode"],
         {rule: out.numpy() for rule, out in found.rejected.items()},
     )  # fmt: skip

@@ -75,11 +75,11 @@ class Rows:
         return vector([value for row in wide for value in row])
 
     def rows(self, values: torch.Tensor) -> list[list[float]]:
-        return [row.tolist() for row in values.double().split(self.lengths)]
+        return [row.tolist() for row in torch.split(values.double(), self.lengths)]
 
     def first(self, values: torch.Tensor) -> list[list[float]]:
         """What is the same at all tokens of a row, once per row."""
-        return [row[:1].tolist() for row in values.double().split(self.lengths)]
+        return [row[:1].tolist() for row in torch.split(values.double(), self.lengths)]
 
 
 def rules(**loss: Any) -> StepSettings:

@@ -55,7 +55,7 @@ def trl_advantages(p: dict[str, Any], i: dict[str, Any]) -> dict[str, Any]:
     if rule is None:
         raise NotCovered(f"scale_rewards = {p['scale_rewards']}")
     found, deviations = [], []
-    for rewards in vector(i["rewards"]).split(p["num_generations"]):
+    for rewards in torch.split(vector(i["rewards"]), p["num_generations"]):
         counted = ~torch.isnan(rewards)
         found += of_members(rule, rewards, counted, epsilon=1e-4).tolist()
         own = whole_group(rewards, counted)[1]
@@ -80,9 +80,8 @@ def prime(p: dict[str, Any], i: dict[str, Any]) -> dict[str, Any]:
 
 
 def prime_rows(i: dict[str, Any]) -> tuple[Rows, torch.Tensor, torch.Tensor, torch.Tensor]:
-    data = Rows.of([i["loss_mask"]])
-    return data, vector(i["trainer_logprobs"]).requires_grad_(), vector(i["inference_logprobs"]),
-    vector(i["advantages"])
+    logprobs = vector(i["trainer_logprobs"]).requires_grad_()
+    return Rows.of([i["loss_mask"]]), logprobs, vector(i["inference_logprobs"]), vector(i["advantages"])
 
 
 def k3_mean(tokens: Tokens, current: torch.Tensor, behaviour: torch.Tensor) -> float:
@@ -187,7 +186,7 @@ def slime_weights(p: dict[str, Any], i: dict[str, Any]) -> dict[str, Any]:
 def slime_rewards(p: dict[str, Any], i: dict[str, Any]) -> dict[str, Any]:
     only(p, "n_samples_per_prompt", "rollout_batch_size", "grpo_std_normalization", "advantage_estimator")
     rule = "grpo" if p.get("grpo_std_normalization", True) else "centered"
-    groups = vector(i["rewards"]).split(p["n_samples_per_prompt"])
+    groups = torch.split(vector(i["rewards"]), p["n_samples_per_prompt"])
     return {"rewards": [value for group in groups for value in advantages(rule, group).tolist()]}
 
 
@@ -257,13 +256,14 @@ def nemo_loss(p: dict[str, Any], i: dict[str, Any]) -> dict[str, Any]:
     kind = p.get("truncated_importance_sampling_type")
     only(p, "truncated_importance_sampling_type", "truncated_importance_sampling_ratio",
          "truncated_importance_sampling_ratio_min", "ratio_clip_min", "ratio_clip_max", "ratio_clip_c")  # fmt: skip
-    low, high = (p.get(f"truncated_importance_sampling_ratio{end}") for end in ("_min", ""))
-    weights: dict[str, Any] = {
-        None: {},
+    low = p.get("truncated_importance_sampling_ratio_min")
+    high = p.get("truncated_importance_sampling_ratio")
+    bounds: dict[str, dict[str, Any]] = {
         "tis": {"truncate_below": low or 0.0, "truncate_above": high},
         "icepop": {"mask_below": low, "mask_above": high},
         "seq-mask-tis": {"reject": [{"by": "ratio", "over": "mean", "below": low, "above": high}]},
-    }[kind]
+    }
+    weights = bounds.get(kind or "", {})
     valid = [[number(a) * number(b) for a in row] for row, b in zip(i["tm"], i["smk"], strict=True)]
     data = Rows.of(valid)
     tokens, proximal, behaviour = data.tokens, data.flat(i["prev"]), data.flat(i["gen"])
@@ -278,7 +278,7 @@ def nemo_loss(p: dict[str, Any], i: dict[str, Any]) -> dict[str, Any]:
     if kind == "seq-mask-tis":
         samples = Tokens(torch.arange(tokens.episodes), tokens.present(), tokens.episodes)
         outside = masked_mean(samples, tokens.maxima(found.rejected["rejected"]))
-    elif kind is not None:
+    elif kind is not None and high is not None:
         outside = masked_mean(tokens, (ratio < (low or 0.0)) | (ratio > high))
 
     def k3(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -370,9 +370,9 @@ def skyrl(p: dict[str, Any], i: dict[str, Any]) -> dict[str, Any]:
         cap = p.get(f"{level}_tis_ratio_clip_high", {"token": 2.0, "sequence": 5.0}[level])
         found = corrected(data, x, ratio_level=level, truncate_above=cap).weights
         weights = data.rows(padded(data, found, 1.0)) if level == "token" else data.first(found)
-        over = ratio if level == "token" else corrections.ratios(tokens, x, level)
+        capped = corrections.ratios(tokens, x, level) > cap
         metrics["tis_token_clip_high_ratio" if level == "token" else "tis_seq_clip_high_ratio"] = (
-            float(tokens.mean(over > cap)) if level == "token" else share(tokens.maxima(over) > cap))  # fmt: skip
+            float(tokens.mean(capped)) if level == "token" else share(tokens.maxima(capped) > 0))  # fmt: skip
     return {"ratio": weights, "mask": data.rows(kept), "metrics": metrics}
 
 

@@ -12,7 +12,7 @@ from headrace.trainer import corrections, losses, penalties, rejection
 from headrace.trainer.advantages import advantages, lone
 from headrace.trainer.corrections import Corrected
 from headrace.trainer.mismatch import effective_share, mismatch
-from headrace.trainer.reductions import Tokens
+from headrace.trainer.reductions import CLAMP, Tokens
 from headrace.trainer.weighing import StepSettings
 
 from .cases import NotCovered, Rows, rules, vector
@@ -70,7 +70,7 @@ def is_metrics(p: dict[str, Any], data: Rows, x: torch.Tensor, weights: torch.Te
     found: dict[str, float] = {"rollout_is_mean": masked_mean(tokens, weights)}
     if level == "sequence":
         logs = tokens.sums(x)
-        found |= {"rollout_is_max": math.exp(min(float(logs.max()), corrections.CLAMP)),
+        found |= {"rollout_is_max": math.exp(min(float(logs.max()), CLAMP)),
                   "rollout_is_min": math.exp(float(logs.min())),
                   "rollout_is_ratio_fraction_high": share(logs > math.log(high)),
                   "rollout_is_ratio_fraction_low": share(logs < math.log(low))}  # fmt: skip
@@ -142,7 +142,8 @@ def reject_rules(p: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def rejection_mask(p: dict[str, Any], data: Rows, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-    tokens, metrics = data.tokens, {}
+    tokens = data.tokens
+    metrics: dict[str, float] = {}
     present = tokens.present()
     keep = torch.ones_like(tokens.used)
     for option, rule in zip(p["rollout_rs"].split(","), reject_rules(p), strict=True):
@@ -244,7 +245,7 @@ def grpo_advantage(p: dict[str, Any], i: dict[str, Any]) -> dict[str, Any]:
     epsilon = p.get("epsilon", 1e-6)
     rewards, groups = vector(i["rewards"]), torch.tensor(i["group"])
     found = torch.zeros_like(rewards)
-    for group in groups.unique():
+    for group in set(i["group"]):
         own = rewards[groups == group]
         found[groups == group] = (advantages(rule, own, epsilon) if len(own) > 1
                                   else lone(rule, own, "none", epsilon))  # fmt: skip
