@@ -21,7 +21,7 @@ import torch
 
 from headrace.schemas import delta
 from headrace.schemas.codec import kind_of
-from headrace.schemas.errors import InvalidRecord, ReplayMismatch
+from headrace.schemas.errors import InvalidRecord, NonFiniteGradient, NonFiniteLogprob, ReplayMismatch
 from headrace.schemas.events import Disposed, GroupCount, Manifest, Version
 from headrace.schemas.hashes import digest
 from headrace.schemas.settings import RunSettings
@@ -32,6 +32,7 @@ from headrace.streams.log.reader import Reader, Record, beginning_offsets
 from headrace.streams.log.transactions import Transactor
 
 from .checkpoint import Checkpoints, train_hash
+from .combinations import idle
 from .fetch import Batch, expect, fetch_batch
 from .publish import Policy, Publisher, read_policy
 from .report import StepReport
@@ -98,6 +99,8 @@ class Trainer:
 
     def start(self) -> None:
         """Come to the newest committed version, and publish it where that is still to be done."""
+        for sentence in idle(self._settings):
+            log.warning("%s", sentence)
         committed = max(self._versions, default=-1)
         if committed < 0:
             self._begin()
@@ -203,7 +206,11 @@ class Trainer:
         with self._timed("fetching"):
             batch = self._fetch(record, self.version + 1)
         with self._timed("compute"):
-            report = self._train(batch)
+            try:
+                report = self._train(batch)
+            except (NonFiniteLogprob, NonFiniteGradient) as error:
+                log.error("batch %d was refused: %s", batch.manifest.batch, error)
+                raise
             changes, served_hash = self._publisher.compare(self._served())
         with self._timed("committing"):
             self._commit(batch, report, served_hash, before)
