@@ -109,10 +109,10 @@ def test_bad_numbers_on_masked_tokens_reach_nothing(name: str, bad: float) -> No
     tokens, logprobs, proximal, own, weights = batch(2)
     good = gradient(name, tokens, logprobs, proximal, own, weights)
     for column in (0, 1):
-        spoiled = [logprobs.clone(), proximal.clone()]
-        spoiled[column][~tokens.used] = bad
-        torch.testing.assert_close(gradient(name, tokens, *spoiled, own, weights), good, rtol=0, atol=0)
-        value = total(name, tokens, *spoiled, own, weights)
+        now, before = logprobs.clone(), proximal.clone()
+        (now, before)[column][~tokens.used] = bad
+        torch.testing.assert_close(gradient(name, tokens, now, before, own, weights), good, rtol=0, atol=0)
+        value = total(name, tokens, now, before, own, weights)
         assert bool(torch.isfinite(value))
 
 
