@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from headrace.schemas.errors import SettingsError  # noqa: E402
-from headrace.trainer import advantages, corrections, losses, penalties, rejection  # noqa: E402
+from headrace.trainer import advantages, corrections, losses, penalties, rejection, reused  # noqa: E402
 from headrace.trainer.corrections import Correction  # noqa: E402
 from headrace.trainer.losses import Objective  # noqa: E402
 from headrace.trainer.mismatch import effective_share, mismatch  # noqa: E402
@@ -281,6 +281,13 @@ def test_denominators_are_those_of_their_papers() -> None:
     assert shares["sequence_mean"] == pytest.approx([0.5, 0.5, 0])
     assert shares["sequence_sum"] == pytest.approx([1, 3, 0])
     assert shares["budget"] == pytest.approx([1 / 8, 3 / 8, 0])
+
+
+def test_success_used_again_counts_as_a_token_of_the_batch_does() -> None:
+    lengths = torch.tensor([2, 6])
+    for rule in ("token_mean", "sequence_sum", "budget"):
+        assert reused.share(rule, lengths, 5, 8) == losses.token_shares(rule, lengths, 8)[0]
+    assert reused.share("sequence_mean", lengths, 5) == pytest.approx(1 / (2 * 5))
 
 
 def test_figures_of_equal_policies_are_0_and_their_mean_ratio_1() -> None:
