@@ -108,6 +108,7 @@ class TrainState:
                     norms.append(self._clip(settings.max_grad_norm))
                     before = time.perf_counter()
                     self._update(rate, settings)
+                    self._model.zero_grad(set_to_none=True)
                     updating += time.perf_counter() - before
         except Exception:
             if kept is not None:
