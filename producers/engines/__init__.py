@@ -16,6 +16,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.errors import EngineError
+
 # "lost": the engine gave the request up through no fault of the request (its replicas died); what was sampled so far
 # is whole, nothing more comes.
 Finished = Literal["stop", "length", "lost"]
@@ -32,7 +34,7 @@ class Sampling:
     sampled.
 
     `temperature` > 0. `greedy` takes the likeliest token instead of a sampled one and reports its log-probability at
-    `temperature`; it is for evaluation, and a worker refuses it for purpose `train`. `seed` names the request's own
+    temperature 1; it is for evaluation, and a worker refuses it for purpose `train`. `seed` names the request's own
     random stream: the same seed, prompt and weights give the same tokens whoever shares the batch.
     """
 
@@ -67,6 +69,19 @@ class GenerationRequest:
     sampling: Sampling
     stop_ids: frozenset[int] = frozenset()
     affinity: Affinity | None = None
+
+
+def check_request(request: GenerationRequest, vocabulary: int, max_tokens: int) -> None:
+    """Raises EngineError for a request that an engine of this vocabulary and length can never run."""
+    name = f"request {request.request_id!r}"
+    if not len(request.prompt):
+        raise EngineError(f"{name} has an empty prompt")
+    if min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
+        raise EngineError(f"{name} has a token outside the vocabulary of {vocabulary}: another tokenizer's?")
+    total = len(request.prompt) + request.sampling.max_new_tokens
+    if total > max_tokens:
+        raise EngineError(f"{name} needs {total} tokens (prompt {len(request.prompt)}), the engine takes {max_tokens}:"
+                          " raise its max_tokens or shorten the task")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
