@@ -89,11 +89,22 @@ class Conversation:
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self._turns: list[_Turn] = []
+        self._seen: set[int] = set()
+        self._newest: int | None = None  # of the turns that were seen
 
-    def answered(self, prompt: Prompt, sampled: Sequence[int], answer: Answer) -> int:
-        """A turn: what was sampled after `prompt`, and what the agent was told. Returns the turn's number."""
+    def answered(self, prompt: Prompt, sampled: Sequence[int], answer: Answer, *, seen: bool = True) -> int:
+        """A turn: what was sampled after `prompt`, and what the agent is told. Returns the turn's number. As long as it
+        isn't `seen`, only messages that carry its answer go on after it."""
         self._turns.append(_Turn(prompt, tuple(sampled), answer))
-        return len(self._turns) - 1
+        number = len(self._turns) - 1
+        if seen:
+            self.seen(number)
+        return number
+
+    def seen(self, number: int) -> None:
+        """The agent has the turn's answer."""
+        self._seen.add(number)
+        self._newest = max(self._seen)
 
     def prompt(self, said: Chat | Raw) -> Prompt:
         """The ids for a request. Raises ValueError where the template refuses its messages."""
@@ -101,19 +112,25 @@ class Conversation:
             return self._raw(said)
         text = self._template.render(said.messages, said.tools, said.options)
         why = None
-        turns = list(enumerate(self._turns))[::-1]
-        for number, turn in turns:
+        for number, turn in self._backwards():
             if not _begins(said, turn):
                 continue
             rest = self._rest(turn, said, text)
             if isinstance(rest, str):
                 why = why or rest
                 continue
-            branch = None if number == len(self._turns) - 1 else f"goes on after turn {number}, which isn't the newest"
+            branch = None if self._is_newest(number) else f"goes on after turn {number}, which isn't the newest"
             return Prompt(said, text, turn.ids + tuple(rest), len(turn.ids), number, True,
                           len(_chat(turn).messages) + 1, branch)  # fmt: skip
-        why = why or (_difference(said, self._turns[-1]) if self._turns else None)
+        why = why or (None if self._newest is None else _difference(said, self._turns[self._newest]))
         return self._after_a_prompt(said, text, why)
+
+    def _backwards(self) -> list[tuple[int, _Turn]]:
+        return list(enumerate(self._turns))[::-1]
+
+    def _is_newest(self, number: int) -> bool:
+        """To go on after it is to go on where the agent stands."""
+        return self._newest is None or number >= self._newest
 
     # ------------------------------------------------------------------------------------------------- chat
 
@@ -138,8 +155,8 @@ class Conversation:
     def _after_a_prompt(self, said: Chat | Raw, text: str, why: str | None) -> Prompt:
         """What the longest earlier prompt that the text begins with leaves to be encoded."""
         found, length = None, 0
-        for number, turn in enumerate(self._turns):
-            before = turn.prompt.text
+        for number in sorted(self._seen):
+            before = self._turns[number].prompt.text
             if before is not None and text.startswith(before) and len(before) > length:
                 found, length = number, len(before)
         if found is None:
@@ -153,23 +170,24 @@ class Conversation:
     # ------------------------------------------------------------------------------------------------- completions
 
     def _raw(self, said: Raw) -> Prompt:
-        newest = len(self._turns) - 1
-        why = "the prompt doesn't go on after the newest turn" if self._turns else None
-        for number, turn in list(enumerate(self._turns))[::-1]:
+        why = None if self._newest is None else "the prompt doesn't go on after the newest turn"
+        for number, turn in self._backwards():
             if isinstance(said.prompt, tuple):
                 if said.prompt[: len(turn.ids)] == turn.ids:
                     return Prompt(said, None, said.prompt, len(turn.ids), number, True, 0,
-                                  None if number == newest else why)  # fmt: skip
+                                  None if self._is_newest(number) else why)  # fmt: skip
             elif turn.prompt.text is not None and not (turn.sampled and turn.sampled[-1] in self._template.eos):
                 # An end of turn that the client's text leaves out would still stand among the ids.
                 whole = turn.prompt.text + turn.answer.raw
                 if said.prompt.startswith(whole):
                     ids = turn.ids + tuple(self._template.encode(said.prompt[len(whole) :]))
                     return Prompt(said, said.prompt, ids, len(turn.ids), number, True, 0,
-                                  None if number == newest else why)  # fmt: skip
+                                  None if self._is_newest(number) else why)  # fmt: skip
         if isinstance(said.prompt, str):
             return self._after_a_prompt(said, said.prompt, why)
-        for number, turn in list(enumerate(self._turns))[::-1]:
+        for number, turn in self._backwards():
+            if number not in self._seen:
+                continue
             known = len(turn.prompt.ids)
             if said.prompt[:known] == turn.prompt.ids:
                 return Prompt(said, None, said.prompt, known, number, False, 0, why)
