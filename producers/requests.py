@@ -22,7 +22,8 @@ from headrace.streams.log.reader import Reader, end_offsets
 
 ANSWER_WAIT_S = 0.1
 
-What = tuple[str | None, int | None, Purpose, int | None, int]  # task ("any": None), size, purpose, version, attempts
+# Task (any: None), size, purpose, version, attempts.
+What = tuple[str | None, int | None, Purpose, int | None, int]
 
 
 class Requests:
@@ -101,5 +102,5 @@ class Requests:
             self._reader.close()
 
 
-def hand_back(lease: Lease, slots: tuple[int, ...]) -> HandBack:
-    return HandBack(lease.worker, lease.incarnation, lease.group, lease.number, slots, REASON_HANDED_BACK)
+def hand_back(lease: Lease, slots: tuple[int, ...], reason: str = REASON_HANDED_BACK) -> HandBack:
+    return HandBack(lease.worker, lease.incarnation, lease.group, lease.number, slots, reason)

@@ -39,6 +39,7 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.events import Assignment, Event, GroupSpec, Heartbeat, Lease, LeaseEnded, Task
 from headrace.schemas.outcomes import (
+    REASON_HANDED_BACK,
     REASON_NEVER_STARTED,
     REASON_PRODUCER_CLOSED,
     Boundary,
@@ -223,7 +224,7 @@ class Producer:
             writer.abandon(over)
         return writer.ended
 
-    def give_back(self, lease: Lease, attempts: list[Attempt]) -> None:
+    def give_back(self, lease: Lease, attempts: list[Attempt], reason: str = REASON_HANDED_BACK) -> None:
         """Slots of a lease that will not be run."""
         with self._lock:
             if self._closed:
@@ -232,7 +233,7 @@ class Producer:
                 self._later += [(self._topics.name(TRAJECTORIES), lease.group,
                                  never_started(attempt, REASON_NEVER_STARTED)) for attempt in attempts]  # fmt: skip
             else:
-                self.to_fleet(hand_back(lease, tuple(attempt.slot for attempt in attempts)))
+                self.to_fleet(hand_back(lease, tuple(attempt.slot for attempt in attempts), reason))
             self._serve()
 
     # ------------------------------------------------------------------------------------------------- out

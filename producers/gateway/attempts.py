@@ -40,7 +40,7 @@ class AgentEpisode:
                  give_up: Callable[[EpisodeWriter, HeadraceError], None]) -> None:  # fmt: skip
         """`sample` brings a turn to its end; `engine` is its fingerprint; `greedy` is for evaluation; `grace_s` after
         the last one who waited for a turn has left, it is aborted; `give_up` ends an attempt that can't be written."""
-        self.lease, self.attempt, self._writer = lease, attempt, writer
+        self.lease, self.attempt, self.writer = lease, attempt, writer
         self.id = f"{attempt.group}-{attempt.slot}-{attempt.attempt}"
         self._settings, self._tokenizer, self._sample_turn = settings, tokenizer, sample
         self._greedy, self._grace_s, self._give_up = greedy, grace_s, give_up
@@ -191,11 +191,15 @@ class AgentEpisode:
 
     # ------------------------------------------------------------------------------------------------- the end
 
+    @property
+    def ending(self) -> bool:
+        return self._ending is not None and not self._ending.done()
+
     async def end(self, outcome: Outcome, reason: str, boundary: Boundary, *, reward: float | None = None,
                   rewards: Mapping[str, float | None] | None = None, text: str | None = None) -> None:  # fmt: skip
         """Once: a later call waits for the first one's end. An attempt without a turn can't be trained on, and is an
         infrastructure failure."""
-        if self._ending is None:
+        if self._ending is None and self.result is None:
             if outcome.trainable and not any(turn.seen for turn in self._complete.values()):
                 outcome, reason, boundary, reward = Outcome.INFRA_FAILURE, REASON_NO_TURN, Boundary.ENVIRONMENT, None
             self.over = self.over or f"{outcome} ({reason})"
@@ -206,7 +210,8 @@ class AgentEpisode:
                     self._orphan(turn)
             self.result = {"outcome": str(outcome), "reason": reason, "boundary": str(boundary), "reward": reward}
             self._ending = asyncio.create_task(self._end(outcome, reason, boundary, reward, rewards, text))
-        await asyncio.shield(self._ending)
+        if self._ending is not None:
+            await asyncio.shield(self._ending)
 
     async def _end(self, outcome: Outcome, reason: str, boundary: Boundary, reward: float | None,
                    rewards: Mapping[str, float | None] | None, text: str | None) -> None:  # fmt: skip
@@ -232,7 +237,7 @@ class AgentEpisode:
         self.over = self.over or str(error)
         self.result = {"outcome": str(Outcome.INFRA_FAILURE), "reason": str(error), "boundary": str(Boundary.LOG),
                        "reward": None}  # fmt: skip
-        self._give_up(self._writer, error)
+        self._give_up(self.writer, error)
         for turn in list(self._running):
             self._abort(turn, self._gone())
 

@@ -47,6 +47,11 @@ class Turn:
         self._news = asyncio.Event()
 
     @property
+    def shown(self) -> str:
+        """As much of the text as may be given out now."""
+        return self.reading.text[: self.reading.shown()]
+
+    @property
     def over(self) -> bool:
         return self.finish is not None or self.error is not None
 
@@ -69,18 +74,19 @@ class Turn:
                 break
         if stopped or one.finished is not None:
             self._over(finish="stop" if stopped else one.finished)
-        self._tell()
+        self.tell()
         return self.over
 
     def fail(self, error: Refused) -> None:
         if not self.over:
             self._over(error=error)
-            self._tell()
+            self.tell()
 
     def _over(self, *, finish: str | None = None, error: Refused | None = None) -> None:
         self.finish, self.error, self.ended, self.reading.ended = finish, error, time.monotonic(), True
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Wake those who wait for `more`."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 
