@@ -176,5 +176,9 @@ class ReplicaLost(HeadraceError):
     """A replica died, hung or refused a request that another may run: nothing more of the request comes from it."""
 
 
+class RequestAborted(ReplicaLost):
+    """A replica gave a request up because its weights change: it may go on at once, there too."""
+
+
 class EnvironmentFailed(HeadraceError):
     """The environment's host died, hung or raised: infrastructure, never the model's fault."""

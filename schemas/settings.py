@@ -63,6 +63,10 @@ class RolloutSettings(Section):
     reserves: Annotated[int, Field(ge=0)] = Field(0, description="extra slots that replace infra-failed ones")
     temperature: PositiveFloat = Field(1.0, description="sampling temperature; the trainer applies it too")
     max_new_tokens: Positive = Field(64, description="budget of model tokens per episode")
+    max_turns: Positive | None = Field(None, description="budget of model turns per episode; none: no limit")
+    model_time_s: PositiveFloat | None = Field(None, description="budget per episode of its model's time, as if it had "
+                                                                 "the engine to itself; none: no limit")  # fmt: skip
+    tool_time_s: PositiveFloat | None = Field(None, description="budget per episode of its tools' time; none: no limit")
     max_attempts: Positive = Field(3, description="attempts per slot after infrastructure failures")
     min_survivors: Positive | None = Field(None, description="fewer counted siblings close a group without training; "
                                                              "none: half the group, rounded up")  # fmt: skip
@@ -231,4 +235,7 @@ class RunSettings(Section):
             on_deadline=rollout.on_deadline,
             zero_variance=rollout.zero_variance,
             max_tokens=rollout.max_new_tokens,
+            max_turns=rollout.max_turns,
+            model_time_s=rollout.model_time_s,
+            tool_time_s=rollout.tool_time_s,
         )

@@ -403,7 +403,8 @@ def _sample(logits: torch.Tensor, rows: Sequence[_Row]) -> tuple[NDArray[np.int3
     """One token per row from softmax(logits / temperature), by inverting the distribution function at the row's own
     uniform number, and its log-probability in float32; a greedy row's at temperature 1."""
     sampling = [row.request.sampling for row in rows]
-    temperature = torch.tensor([[1.0 if s.greedy else s.temperature] for s in sampling], dtype=torch.float32, device=logits.device)
+    temperatures = [[1.0 if s.greedy else s.temperature] for s in sampling]
+    temperature = torch.tensor(temperatures, dtype=torch.float32, device=logits.device)
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     chosen = logprobs.argmax(dim=-1)
     drawn = [index for index, s in enumerate(sampling) if not s.greedy]

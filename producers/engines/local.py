@@ -13,9 +13,11 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
+import numpy as np
+
 from headrace.schemas.errors import EngineError, ReplicaLost
 
-from . import Engine, GenerationRequest, Progress, ReplicaHealth
+from . import Changes, Engine, GenerationRequest, Progress, ReplicaHealth
 
 log = logging.getLogger("headrace.engines.local")
 
@@ -85,6 +87,21 @@ class LocalReplica:
 
         self._post(run, lambda error: loop.call_soon_threadsafe(settle, error))
         return await answer
+
+    async def apply(self, version: int, changes: Changes) -> None:
+        """Between two steps. Raises WeightsRefused."""
+        await self.call(lambda engine: engine.apply(version, changes))
+
+    async def restore(self, version: int, whole: Changes) -> None:
+        """Make all weights anew, where they aren't `whole` already."""
+
+        def work(engine: Engine) -> None:
+            served = engine.served_arrays()
+            same = all(np.array_equal(served[name].reshape(-1), bits.reshape(-1)) for name, (_, bits) in whole.items())
+            if engine.version != version or not same:
+                engine.apply(version, whole)
+
+        await self.call(work)
 
     async def health(self) -> ReplicaHealth:
         if self._lost is not None:

@@ -19,10 +19,8 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
 )
 from vllm.platforms import current_platform
 
-from headrace.producers.lifeline import die_with_parent
-
-# Name, shape, positions (int64 little-endian; None for the whole tensor), values (in the published dtype).
-Part = tuple[str, tuple[int, ...], bytes | None, bytes]
+from ..lifeline import die_with_parent
+from .served import Part, from_text
 
 
 def _keep_weights_in_place() -> None:
@@ -47,7 +45,7 @@ class Extension:
 
     model_runner: Any
 
-    def headrace_write(self, dtype: str, parts: list[Part]) -> None:
+    def headrace_write(self, dtype: str, parts: list[Part] | str) -> None:
         """Overwrite served weights. What is sent was checked; an error here leaves them in a state that nobody
         knows."""
         model = self.model_runner.model
@@ -59,7 +57,7 @@ class Extension:
                 # The deltas that they come from name each position once.
                 load_checkpoint_weight_patches(model, sparse, validate_unique_indices=False)
 
-    def headrace_differing(self, dtype: str, parts: list[Part]) -> list[str]:
+    def headrace_differing(self, dtype: str, parts: list[Part] | str) -> list[str]:
         """Names of the whole tensors in `parts` that are not what vLLM computes with, or that it has no place for."""
         differing = []
         for patch in _patches(dtype, parts)[0]:
@@ -69,10 +67,11 @@ class Extension:
         return differing
 
 
-def _patches(dtype: str, parts: list[Part]) -> tuple[list[CheckpointWeightPatch], list[CheckpointWeightPatch]]:
+def _patches(dtype: str, parts: list[Part] | str
+             ) -> tuple[list[CheckpointWeightPatch], list[CheckpointWeightPatch]]:  # fmt: skip
     dense, sparse = [], []
     torch_dtype = getattr(torch, dtype)
-    for name, shape, positions, values in parts:
+    for name, shape, positions, values in from_text(parts) if isinstance(parts, str) else parts:
         flat = torch.frombuffer(bytearray(values), dtype=torch_dtype)
         if positions is None:
             dense.append(CheckpointWeightPatch(name, tuple(shape), torch_dtype, flat))
