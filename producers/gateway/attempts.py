@@ -110,7 +110,11 @@ class AgentEpisode:
         return turn
 
     def _most_tokens(self, prompt: int, asked: int | None) -> int:
-        budget, length = self.lease.spec.max_tokens, self._settings.model.max_length
+        spec, length = self.lease.spec, self._settings.model.max_length
+        budget = spec.max_tokens
+        if spec.max_turns is not None and self._asked - self.counts["orphaned_turns"] >= spec.max_turns:
+            raise Refused(400, f"episode {self.id} has had its {spec.max_turns} turns (rollout.max_turns)",
+                          code="turn_budget_spent")  # fmt: skip
         rest = budget - self.counts["sampled_tokens"] - sum(len(turn.tokens) for turn in self._running)
         if rest <= 0:
             raise Refused(400, f"episode {self.id} has spent its {budget} tokens (rollout.max_new_tokens)",
@@ -136,11 +140,8 @@ class AgentEpisode:
         self._running.discard(turn)
         self._active_at = time.monotonic()
         self.counts["sampled_tokens"] += len(turn.tokens)
-        if turn.submitted:
-            first = turn.first or turn.ended
-            for name, s in (("queue", turn.submitted - turn.began), ("prefill", first - turn.submitted),
-                            ("decode", turn.ended - first)):  # fmt: skip
-                self._timings[name] += max(0.0, s) * 1e3
+        for name, ms in turn.timings_ms().items():
+            self._timings[name] += ms
 
     # ------------------------------------------------------------------------------------------------- who saw what
 

@@ -58,6 +58,7 @@ class Record:
                 await self._context(turn, new, source, parent, answers, orphaned)
                 parent = -1
             middle = writer.cut() if new else self._places[prompt.after or 0][int(prompt.with_answer)]
+            writer.timed(turn.timings_ms())
             at = 0
             for version, count in turn.runs:
                 tokens, logprobs = turn.tokens[at : at + count], turn.logprobs[at : at + count]

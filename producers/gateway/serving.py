@@ -24,6 +24,8 @@ from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import RunTopics
 
 from ..engines.local import LocalReplica
+from ..engines.opening import EngineChoice, open_engine
+from ..engines.served import ModelFolder
 from ..receiver import Receiver
 from ..sdk import Producer
 from .app import application
@@ -49,37 +51,29 @@ class Place:
     token_file: Path
     on_update: OnUpdate
     orphan_grace_s: float
-    slots: int
-    device: str
-    threads: int | None
 
 
 def run_gateway(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, stop: threading.Event,
-                place: Place, name: str | None = None) -> None:  # fmt: skip
-    """Load the model, catch up with the newest published version, then serve until `stop`. Raises SettingsError,
+                place: Place, choice: EngineChoice, *, name: str | None = None, threads: int | None = None
+                ) -> None:  # fmt: skip
+    """Open the engine, catch up with the newest published version, then serve until `stop`. Raises SettingsError,
     ModelError, WeightsRefused, ReplicaLost where the engine failed."""
-    import torch
-
-    from ..engines.hf import HfEngine
-
     token = admin_token(place.token_file)
     try:
         listening = socket.create_server((place.host, place.port))
     except OSError as error:
         raise SettingsError(f"site.gateway: can't listen at {place.host}:{place.port}: {error}") from error
-    if place.threads:
-        torch.set_num_threads(place.threads)
+    if threads:
+        import torch
+
+        torch.set_num_threads(threads)
     name = name or f"{socket.gethostname().split('.')[0]}-gateway"
     model = settings.model
 
-    def load(slots: int) -> HfEngine:
-        return HfEngine(model.path, slots=slots, max_tokens=model.max_length, dtype=model.dtype,
-                        compute_dtype=model.compute_dtype, device=place.device)  # fmt: skip
-
-    tokenizer, engine = Tokenizer(model.path), load(place.slots)
+    tokenizer, engine = Tokenizer(model.path), open_engine(model, choice)
     with contextlib.closing(Producer(kafka, topics, settings, unmanaged=False, worker=name)) as producer:
         receiver = Receiver(kafka, topics, worker=name, incarnation=producer.incarnation,
-                            initial=lambda: load(1).served_arrays())  # fmt: skip
+                            initial=lambda: ModelFolder(model.path, model.dtype).bits)  # fmt: skip
         with contextlib.closing(receiver):
             if not receiver.load(engine, stop):
                 return

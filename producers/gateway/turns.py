@@ -98,6 +98,13 @@ class Turn:
     def answer(self) -> Answer:
         return self.reading.answer()
 
+    def timings_ms(self) -> dict[str, float]:
+        """Of a turn that is over: how long it waited for an engine, for its first token, and for the others."""
+        submitted = self.submitted or self.ended
+        first = self.first or self.ended
+        return {"queue": (submitted - self.began) * 1e3, "prefill": max(0.0, first - submitted) * 1e3,
+                "decode": max(0.0, self.ended - first) * 1e3}  # fmt: skip
+
     def told(self) -> Told:
         assert self.finish is not None
         return Told(self.name, self.created, self.asked, self.answer(), self.finish, self.prompt.ids, self.tokens,
