@@ -21,7 +21,7 @@ import torch
 
 from headrace.schemas import delta
 from headrace.schemas.codec import kind_of
-from headrace.schemas.errors import InvalidRecord, ReplayMismatch
+from headrace.schemas.errors import InvalidRecord, NonFiniteGradient, NonFiniteLogprob, ReplayMismatch
 from headrace.schemas.events import Disposed, GroupCount, Manifest, Version
 from headrace.schemas.hashes import digest
 from headrace.schemas.settings import RunSettings
@@ -32,9 +32,12 @@ from headrace.streams.log.reader import Reader, Record, beginning_offsets
 from headrace.streams.log.transactions import Transactor
 
 from .checkpoint import Checkpoints, train_hash
+from .combinations import idle
 from .fetch import Batch, expect, fetch_batch
 from .publish import Policy, Publisher, read_policy
-from .step import StepReport, StepSettings, TrainState
+from .report import StepReport
+from .step import TrainState
+from .weighing import StepSettings, loss_rules
 
 log = logging.getLogger("headrace.trainer")
 
@@ -51,14 +54,14 @@ def step_settings(settings: RunSettings) -> StepSettings:
         eps=optimizer.epsilon,
         weight_decay=optimizer.weight_decay,
         max_grad_norm=optimizer.max_grad_norm,
-        advantage=loss.advantage,
-        truncate_above=loss.truncate_above,
-        mask_below=loss.mask_below,
-        mask_above=loss.mask_above,
-        denominator=loss.denominator,
+        minibatches=optimizer.minibatches,
+        epochs=optimizer.epochs,
         micro_batch_tokens=optimizer.micro_batch_tokens,
         probe_tokens=optimizer.probe_tokens,
+        group_size=settings.rollout.group_size,
+        budget=settings.rollout.max_new_tokens,
         reuse_drift_limit=settings.staleness.floor + settings.reuse.drift_limit,
+        **loss_rules(loss),
     )
 
 
@@ -96,6 +99,8 @@ class Trainer:
 
     def start(self) -> None:
         """Come to the newest committed version, and publish it where that is still to be done."""
+        for sentence in idle(self._settings):
+            log.warning("%s", sentence)
         committed = max(self._versions, default=-1)
         if committed < 0:
             self._begin()
@@ -201,7 +206,11 @@ class Trainer:
         with self._timed("fetching"):
             batch = self._fetch(record, self.version + 1)
         with self._timed("compute"):
-            report = self._train(batch)
+            try:
+                report = self._train(batch)
+            except (NonFiniteLogprob, NonFiniteGradient) as error:
+                log.error("batch %d was refused: %s", batch.manifest.batch, error)
+                raise
             changes, served_hash = self._publisher.compare(self._served())
         with self._timed("committing"):
             self._commit(batch, report, served_hash, before)
@@ -311,11 +320,17 @@ def _metrics(batch: Batch, report: StepReport) -> dict[str, float]:
         "lag_max": batch.lag_max,
         "tokens": sum(group.trained for group in report.groups),
         "row_tokens": report.row_tokens,
+        "optimizer_steps": report.optimizer_steps,
+        **report.figures,
         **masked,
     }
     if aligned is not None:
         figures |= {"mismatch_mean": aligned.mean_abs, "mismatch_max": aligned.max_abs,
                     "mismatch_tokens": aligned.tokens}  # fmt: skip
+    if report.clipped:
+        figures["clipped"] = report.clipped
+    if report.penalty:
+        figures["kl_penalty"] = report.penalty
     if report.reused:
         figures |= {"reused_tokens": sum(one.trained for one in report.reused),
                     "reused_drift_max": max(one.drift for one in report.reused)}  # fmt: skip
