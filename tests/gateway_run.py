@@ -134,6 +134,12 @@ class GatewayRun:
         found: dict[str, Any] = self.call("/v1/episodes", {"wait_s": 60, **asked})
         return found
 
+    def one(self, purpose: str = "eval") -> dict[str, Any]:
+        """One episode (id, key, slot, attempt), with its group."""
+        given = self.episodes(size=1, purpose=purpose)
+        found: dict[str, Any] = given["episodes"][0] | {"group": given["group"]}
+        return found
+
     def chat(self, key: str, messages: list[Any], **more: Any) -> Any:
         return self.call("/v1/chat/completions", {"model": "m", "messages": messages, "max_tokens": 8, **more}, key)
 
@@ -150,12 +156,13 @@ class GatewayRun:
                  for record in read_range(self.kafka, name, p, begin, ends[p])]  # fmt: skip
         return [event for event in found if group is None or getattr(event, "group", None) == group]
 
-    def attempt(self, group: str, slot: int, attempt: int = 0) -> list[EpisodeStarted | Span | EpisodeEnded]:
-        """Its events, once it has ended."""
+    def attempt(self, one: Mapping[str, Any]) -> list[EpisodeStarted | Span | EpisodeEnded]:
+        """An episode's events, once it has ended."""
         end = time.monotonic() + 30
         while True:
-            found = [event for event in self.events(group) if isinstance(event, EpisodeStarted | Span | EpisodeEnded)
-                     and (event.slot, event.attempt) == (slot, attempt)]  # fmt: skip
+            found = [event for event in self.events(one["group"])
+                     if isinstance(event, EpisodeStarted | Span | EpisodeEnded)
+                     and (event.slot, event.attempt) == (one["slot"], one["attempt"])]  # fmt: skip
             if found and isinstance(found[-1], EpisodeEnded):
                 return found
             assert time.monotonic() < end, found

@@ -19,6 +19,7 @@ from headrace.schemas.errors import Backpressure, BlobError, RecordTooLarge
 from headrace.schemas.outcomes import Boundary, Outcome, Source
 
 from ..conversation import Chat
+from ..engines.probe import refused_for_training
 from ..episodes import EpisodeWriter
 from .turns import Turn
 
@@ -118,6 +119,8 @@ def _detail(turn: Turn, orphaned: bool, messages: bool = True) -> str:
     prompt, said = turn.prompt, turn.prompt.said
     about: dict[str, Any] = {"turn": turn.name, "request": turn.asked.key.hex(), "asked": dict(turn.asked.asked),
                              "seed": turn.request.sampling.seed, "max_tokens": turn.request.sampling.max_new_tokens}
+    if bent := refused_for_training(turn.asked.asked):
+        about["not_followed"] = bent
     if isinstance(said, Chat):
         if messages:
             about["messages"] = list(said.messages[prompt.new_messages :])

@@ -57,6 +57,9 @@ class Turn:
 
     def add(self, one: Progress, ends: Collection[int]) -> bool:
         """What a step sampled; whether the turn is over, so that the rest needn't be sampled."""
+        if one.finished == "lost":
+            self.fail(Refused(503, "the engine gave the request up: ask again", code="replica_lost", retry_after_s=1.0))
+            return True
         self.first = self.first or time.monotonic()
         if one.cached_tokens is not None:
             self.cached_tokens = one.cached_tokens
