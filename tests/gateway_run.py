@@ -27,7 +27,6 @@ from headrace.streams.assembling import run_assembler
 from headrace.streams.coordinating import run_coordinator
 from headrace.streams.log.reader import beginning_offsets, end_offsets, read_range
 from headrace.streams.tasks import task_source
-from headrace.trainer.loop import run_trainer
 from tests.roles import role
 
 TESTS = Path(__file__).parent
@@ -47,8 +46,8 @@ class GatewayRun:
     """Start it with `roles`; then `start_gateway`."""
 
     def __init__(self, folder: Path, kafka: dict[str, Any], run: str, *, model: Path | None = None,
-                 site: str = "", **sections: Any) -> None:  # fmt: skip
-        """`site`: lines for [site.gateway]; `sections`: of the run settings, over those here."""
+                 engine: str = "", **sections: Any) -> None:  # fmt: skip
+        """`engine`: lines of [site] that choose one; `sections`: of the run settings, over those here."""
         self.folder, self.kafka, self.topics = folder, kafka, RunTopics(run)
         tasks = folder / "tasks.jsonl"
         tasks.write_text("".join(json.dumps({"prompt": f"Say {word}."}) + "\n" for word in ("a", "bb", "so", "tree")))
@@ -62,7 +61,7 @@ class GatewayRun:
         self.settings = RunSettings.model_validate(plain | sections)
         self.config = folder / "site.toml"
         self.config.write_text(
-            f'[site]\nslots = 16\nworker_threads = 1\n[site.gateway]\nport = 0\norphan_grace_s = 1.5\n{site}\n'
+            f'[site]\nslots = 16\nworker_threads = 1\n{engine}\n[site.gateway]\nport = 0\norphan_grace_s = 1.5\n'
             f'[site.kafka]\n"bootstrap.servers" = "{kafka["bootstrap.servers"]}"\n'
         )
         self.gateway: subprocess.Popen[bytes] | None = None
@@ -71,6 +70,8 @@ class GatewayRun:
     @contextlib.contextmanager
     def roles(self) -> Iterator[None]:
         """Assembler, coordinator and trainer in threads; the gateway, if one runs, is killed at the end."""
+        from headrace.trainer.loop import run_trainer  # torch: whoever only asks a gateway needs none
+
         create_run(self.kafka, self.topics, self.settings)
         what = (self.kafka, self.topics, self.settings)
         state = self.folder / "state"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import openai
 import pytest
 
 from headrace.schemas.events import EpisodeEnded, EpisodeStarted, Span
@@ -252,6 +253,35 @@ def test_half_open_connection_holds_nobody_else(run: GatewayRun) -> None:
     for connection in stuck:
         connection.close()
     assert run.finish(one["id"], 0.0)["turns"] <= 1 and run.finish(two["id"], 0.0)["turns"] == 3
+
+
+def test_stock_client_talks_streams_retries_and_is_told_errors_in_its_own_classes(run: GatewayRun) -> None:
+    """The `openai` package as it is."""
+    one = run.one()
+    client = openai.OpenAI(base_url=f"{run.url}/v1", api_key=one["key"])
+    tools: Any = [{"type": "function", "function": {"name": "bash", "description": "", "parameters": {}}}]
+    messages: Any = [user("Say a.")]
+    answer = client.chat.completions.create(model="m", messages=messages, max_tokens=12, tools=tools)
+    assert answer.usage is not None and answer.usage.completion_tokens <= 12
+    messages += [answer.choices[0].message, user("on")]
+    stream = client.chat.completions.create(model="m", messages=messages, max_tokens=12, tools=tools, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    impatient = client.with_options(timeout=0.02, max_retries=40)
+    messages += [{"role": "assistant", "content": text}, user("and on")]
+    answer = impatient.chat.completions.create(model="m", messages=messages, max_tokens=40, tools=tools)
+    assert answer.choices[0].finish_reason in ("stop", "length", "tool_calls")
+    with pytest.raises(openai.BadRequestError, match="n must be 1"):
+        client.chat.completions.create(model="m", messages=messages, n=2)
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="hr-other").chat.completions.create(model="m", messages=messages)
+    assert [model.id for model in client.models.list()] == [run.topics.run]
+    completion = client.completions.create(model="m", prompt="Once", max_tokens=5)
+    assert completion.choices[0].finish_reason in ("stop", "length")
+    summary = run.finish(one["id"], 1.0)
+    assert (summary["turns"], summary["orphaned_turns"]) == (4, 0)
+    found = spans(run, one)
+    assert found[0].count > len("Say a.") + 300  # its template knows no tools: they came in words
+    assert [s.mask for s in found if s.source == Source.MODEL] == [None] * 4
 
 
 def test_ledger_of_everything_above_closes(run: GatewayRun) -> None:
