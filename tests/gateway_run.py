@@ -61,7 +61,7 @@ class GatewayRun:
         self.settings = RunSettings.model_validate(plain | sections)
         self.config = folder / "site.toml"
         self.config.write_text(
-            f'[site]\nslots = 16\nworker_threads = 1\n{engine}\n[site.gateway]\nport = 0\norphan_grace_s = 1.5\n'
+            f'[site]\nslots = 16\nworker_threads = 1\n{engine}\n[site.gateway]\nport = 0\norphan_grace_s = 10\n'
             f'[site.kafka]\n"bootstrap.servers" = "{kafka["bootstrap.servers"]}"\n'
         )
         self.gateway: subprocess.Popen[bytes] | None = None
