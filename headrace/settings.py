@@ -62,9 +62,10 @@ class SiteSettings(Section):
     engine: Literal["hf", "vllm", "openai"] = Field("hf", description="what a worker samples with: `hf` is built in, "
                                                     "`vllm` runs in its process, `openai` are the servers in "
                                                     "`replicas`")  # fmt: skip
-    replicas: tuple[str, ...] = Field((), description="addresses (http://HOST:PORT) of the vLLM servers that a worker "
-                                                      "with engine `openai` samples with and keeps up to date")  # fmt: skip
-    replica_model: str | None = Field(None, description="the name under which they serve the model (none: the only one)")
+    replicas: tuple[str, ...] = Field((), description="addresses (http://HOST:PORT) of the vLLM servers that engine "
+                                                      "`openai` samples with and keeps up to date")  # fmt: skip
+    replica_model: str | None = Field(None, description="the name under which they serve the model (none: the only "
+                                                        "one there)")  # fmt: skip
     replica_key_file: str | None = Field(None, description="file with the key that they ask for (none: "
                                                            "HEADRACE_REPLICA_KEY, or no key)")  # fmt: skip
     worker_threads: Positive | None = Field(None, description="CPU threads of a worker (none: torch's choice)")

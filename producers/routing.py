@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import operator
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ RECOMPUTED = 3.0  # a queue takes time from those in it; a token computed twice 
 HALF_LIFE_S = 40.0  # of ended work: the time over which load is levelled
 CONVERSATIONS = 65_536  # whose replica is remembered: more than are ever under way
 FIRST_ANSWER = 256.0  # tokens that an answer is taken to have, until answers have been seen
+SMALLEST = 1e-6  # share of ended work at which it is counted anew
 ANSWER_WEIGHT = 0.05  # of each new answer in that mean
 
 
@@ -110,6 +112,8 @@ class PrefixCache:
     def match(self, blocks: Sequence[Hashable]) -> int:
         """How many of the first blocks are held."""
         held, low, high = self._held, 0, len(blocks)
+        if not high or blocks[0] not in held:
+            return 0
         while low < high:
             middle = (low + high) // 2
             if blocks[middle] in held:
@@ -122,8 +126,10 @@ class PrefixCache:
         """The replica computes, or reads, all of them now."""
         held = self._held
         for block in reversed(blocks):  # the last is given up first
-            held[block] = None
-            held.move_to_end(block)
+            if block in held:
+                held.move_to_end(block)
+            else:
+                held[block] = None
         if self.capacity is not None:
             while len(held) > self.capacity:
                 held.popitem(last=False)
@@ -137,7 +143,11 @@ class _Replica:
     running: int = 0
     waiting: int = 0  # as the engine told, of anybody's requests
     active_work: float = 0.0
-    ended_work: float = 0.0
+    ended_work: float = 0.0  # as it was at the router's `_since`
+
+    @property
+    def free(self) -> bool:
+        return self.running < self.capacity and not self.waiting
 
 
 @dataclass(slots=True)
@@ -163,9 +173,10 @@ class Router:
         self._home: OrderedDict[str, str] = OrderedDict()  # conversation -> replica, the latest used last
         self._running: dict[int, _Running] = {}
         self._tickets = 0
-        self._now = 0.0
+        self._now = self._since = 0.0
+        self._kept = 1.0
         self._answer = FIRST_ANSWER
-        self.hits = Hits()
+        self._prompt = self._estimated = self._told = self._true = self._estimated_of_told = 0
         self.reasons = dict.fromkeys(Reason, 0)
 
     # ------------------------------------------------------------------------------------------------ replicas
@@ -197,7 +208,11 @@ class Router:
 
     def loads(self) -> dict[str, float]:
         """Work of each replica now, in tokens."""
-        return {name: one.active_work + one.ended_work for name, one in self._replicas.items()}
+        return {name: self._work(one) for name, one in self._replicas.items()}
+
+    @property
+    def hits(self) -> Hits:
+        return Hits(self._prompt, self._estimated, self._told, self._true, self._estimated_of_told)
 
     # ------------------------------------------------------------------------------------------------ requests
 
@@ -205,35 +220,38 @@ class Router:
         """Where the request goes; it counts there from now on. None while no replica may take it. `avoid`: replicas
         that have just failed it."""
         self._fade(now)
-        able = {name: one for name, one in self._replicas.items() if one.routable and name not in avoid}
-        free = {name: one for name, one in able.items() if one.running < one.capacity and not one.waiting}
+        home = self._home.get(request.conversation)
+        tokens, blocks, kept = request.tokens, request.blocks, self._kept
+        able: list[_Option] = []
+        total = room = 0.0
+        for name, one in self._replicas.items():  # the one loop that every request runs: kept flat
+            if one.routable and name not in avoid:
+                work = one.active_work + one.ended_work * kept
+                cached = min(tokens, self._block_tokens * one.cache.match(blocks))
+                able.append((cached, name == home, -work / one.capacity, name, one))
+                total += work
+                room += one.capacity
         if not able:
             return None
-        home = self._home.get(request.conversation)
-        found = {name: self._cached(one, request) for name, one in able.items()}
-        load = {name: (one.active_work + one.ended_work) / one.capacity for name, one in able.items()}
-        holder = max(able, key=lambda name: (found[name], name == home, -load[name]))
-        name, reason = holder, Reason.PREFIX
-        if not found[holder]:
-            name, reason = min(free or able, key=load.__getitem__), Reason.NEW
-        elif not self._within(able, free, holder, request.tokens - found[holder] + self._answer):
-            name = min(free or able, key=lambda one: (
-                load[one] + RECOMPUTED * (request.tokens - found[one]) / able[one].capacity))  # fmt: skip
-            reason = Reason.PREFIX if name == holder else Reason.SPILLED
-        if home is not None and home not in able:
+        holder = max(able, key=_PREFERENCE)
+        cached, _, load, name, one = holder
+        work = tokens - cached + self._answer
+        reason = Reason.PREFIX
+        if not cached:
+            name, reason = max(_free(able) or able, key=_LOAD)[3], Reason.NEW
+        elif (not one.free and _free(able)  # its slots are taken and others' aren't
+              or work - load * one.capacity > self._bound * one.capacity / room * (total + work)):  # fmt: skip
+            best = min(_free(able) or able, key=lambda option: (
+                -option[2] + RECOMPUTED * (tokens - option[0]) / option[4].capacity))  # fmt: skip
+            reason = Reason.PREFIX if best is holder else Reason.SPILLED
+            cached, _, _, name, _ = best
+        if home is not None and all(option[3] != home for option in able):
             reason = Reason.REROUTED
-        return self._started(request, name, reason, found[name])
+        return self._started(request, name, reason, cached)
 
-    def _cached(self, replica: _Replica, request: Request) -> int:
-        return min(request.tokens, self._block_tokens * replica.cache.match(request.blocks))
-
-    def _within(self, able: dict[str, _Replica], free: dict[str, _Replica], holder: str, work: float) -> bool:
-        """Whether the holder's load, with this request's work, stays within the bound of its share."""
-        if free and holder not in free:
-            return False  # its slots are taken and others' aren't
-        total = sum(one.active_work + one.ended_work for one in able.values()) + work
-        share = able[holder].capacity / sum(one.capacity for one in able.values())
-        return able[holder].active_work + able[holder].ended_work + work <= self._bound * share * total
+    def _work(self, replica: _Replica) -> float:
+        """In tokens, now."""
+        return replica.active_work + replica.ended_work * self._kept
 
     def _started(self, request: Request, name: str, reason: Reason, cached: int) -> Choice:
         replica, to_compute = self._replicas[name], request.tokens - cached
@@ -248,9 +266,8 @@ class Router:
         self._tickets += 1
         self._running[self._tickets] = _Running(name, request.conversation, request.tokens, cached, work, to_compute)
         self.reasons[reason] += 1
-        hits = self.hits
-        self.hits = Hits(hits.prompt + request.tokens, hits.estimated + cached, hits.told, hits.true,
-                         hits.estimated_of_told)  # fmt: skip
+        self._prompt += request.tokens
+        self._estimated += cached
         return Choice(self._tickets, name, reason, cached)
 
     def ended(self, ticket: int, now: float, answer_tokens: int, blocks: Sequence[Hashable] | None = None,
@@ -264,19 +281,30 @@ class Router:
         replica = self._replicas[one.replica]
         replica.running -= 1
         replica.active_work -= one.work
-        replica.ended_work += one.to_compute + answer_tokens
+        replica.ended_work += (one.to_compute + answer_tokens) / self._kept
         self._answer += ANSWER_WEIGHT * (answer_tokens - self._answer)
         if blocks is not None:
             replica.cache.use(blocks)
         if cached_tokens is not None:
-            hits = self.hits
-            self.hits = Hits(hits.prompt, hits.estimated, hits.told + one.tokens, hits.true + cached_tokens,
-                             hits.estimated_of_told + one.cached)  # fmt: skip
+            self._told += one.tokens
+            self._true += cached_tokens
+            self._estimated_of_told += one.cached
 
     def _fade(self, now: float) -> None:
-        """Ended work halves every half-life."""
+        """Ended work halves every half-life: `ended_work` is in units of the time `_since`, `_kept` of it are left."""
         if now > self._now:
-            kept = 0.5 ** ((now - self._now) / self._half_life_s)
-            for replica in self._replicas.values():
-                replica.ended_work *= kept
             self._now = now
+            self._kept = 0.5 ** ((now - self._since) / self._half_life_s)
+            if self._kept < SMALLEST:
+                for replica in self._replicas.values():
+                    replica.ended_work *= self._kept
+                self._since, self._kept = now, 1.0
+
+
+# (tokens in its cache, whether the conversation is at home there, minus its load, name, replica)
+_Option = tuple[int, bool, float, str, _Replica]
+_PREFERENCE, _LOAD = operator.itemgetter(0, 1, 2), operator.itemgetter(2)
+
+
+def _free(able: list[_Option]) -> list[_Option]:
+    return [option for option in able if option[4].free]

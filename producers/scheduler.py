@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 OVERTAKEN = 64  # starts of later groups while one waits: eight groups of eight
 QUEUED = 0.1  # of the engine's capacity: enough that an ended request has a successor at once
+PACED_TOKENS = 8  # a shorter turn says little of the engine's pace
 GAIN = 0.5  # of the distance to the target that one observation moves the limit by: it overshoots no more than once
 
 
@@ -59,11 +60,15 @@ class _Group:
         """Slots still to end here, of those that may count."""
         return len(self.waiting) + len(self.running)
 
-    def next(self) -> SlotKey | None:
-        """The slot that begins next, by number; a reserve stands in for a lost one."""
-        if self.waiting:
-            return self.waiting[min(self.waiting)]
-        return self.reserves[min(self.reserves)] if self.reserves and self.lost else None
+    @property
+    def waits(self) -> bool:
+        """Whether a slot of it is to begin; a reserve stands in for a lost one."""
+        return bool(self.waiting or self.reserves and self.lost)
+
+    def next(self, able: Callable[[SlotKey], bool]) -> SlotKey | None:
+        """The slot that begins next: the first by number that may. One whose sandbox takes long keeps no sibling."""
+        slots = self.waiting or (self.reserves if self.lost else {})
+        return next((slots[number] for number in sorted(slots) if able(slots[number])), None)
 
 
 class Scheduler:
@@ -152,10 +157,11 @@ class Scheduler:
         return 1, group.open, group.launched
 
     def _next(self, able: Callable[[SlotKey], bool]) -> SlotKey | None:
-        for group in sorted(self._groups.values(), key=self._rank):
-            if (key := group.next()) is not None and able(key):
+        for group in sorted((group for group in self._groups.values() if group.waits), key=self._rank):
+            if (key := group.next(able)) is not None:
                 return key
-        spare = (key for group in self._groups.values() for _, key in sorted(group.reserves.items()) if able(key))
+        spare = (key for group in self._groups.values() if group.reserves
+                 for _, key in sorted(group.reserves.items()) if able(key))  # fmt: skip
         return next(spare, None)
 
     def _start(self, key: SlotKey) -> None:
@@ -170,10 +176,22 @@ class Scheduler:
         for other in self._groups.values():
             if other.launched >= group.launched:
                 break
-            if other.next() is not None:
+            if other.waits:
                 other.overtaken += 1
         if self._sandboxes is not None:
             self._sandboxes -= 1
+
+
+@dataclass(slots=True)
+class Pace:
+    """How long an engine needs for a token with nothing else to do: the least mean of any turn so far, in seconds."""
+
+    token_s: float = math.inf
+
+    def see(self, tokens: int, decode_s: float) -> None:
+        """A turn took `decode_s` from its first token to its last."""
+        if tokens >= PACED_TOKENS:
+            self.token_s = min(self.token_s, decode_s / tokens)
 
 
 @dataclass(slots=True)
@@ -192,7 +210,7 @@ class Budget:
     def model(self, tokens: int, decode_s: float, token_s: float) -> float:
         """A turn of the model took `decode_s` for its tokens; the engine needs `token_s` for one where it has nothing
         else to do. Returns the seconds that are the model's: the lesser of the two."""
-        model_s = min(decode_s, tokens * token_s)
+        model_s = min(decode_s, tokens * token_s) if tokens else 0.0
         self.tokens += tokens
         self.turns += 1
         self.model_s += model_s

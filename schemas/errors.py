@@ -182,3 +182,11 @@ class RequestAborted(ReplicaLost):
 
 class EnvironmentFailed(HeadraceError):
     """The environment's host died, hung or raised: infrastructure, never the model's fault."""
+
+
+class SandboxFailed(HeadraceError):
+    """A sandbox couldn't be started, in time or at all: infrastructure, never the model's fault."""
+
+
+class SandboxLost(HeadraceError):
+    """A sandbox is gone, or was given up, under the step that it ran; the message says what happened."""

@@ -8,7 +8,7 @@ name says otherwise; token columns are bytes as `columns` packs them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -410,6 +410,7 @@ class AttemptEnded(Chained):
     reward: float | None
     model_tokens: int
     ends_slot: bool
+    timings_ms: dict[str, float] = field(default_factory=dict)  # by step, as its EpisodeEnded or else its spans have it
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,8 +88,10 @@ class RolloutSettings(Section):
 
 class BatchSettings(Section):
     groups: Positive = Field(8, description="groups per batch")
-    max_lag: Annotated[int, Field(ge=0)] = Field(1, description="versions that sampling may run ahead of training; "
-                                                                "0 is strictly synchronous")  # fmt: skip
+    max_lag: Annotated[int, Field(ge=0)] = Field(1, description="versions that sampling may run ahead of training; 0, "
+                                                                "the simple mode, takes turns; 1 overlaps them; more "
+                                                                "only where `headrace status` advises it: where both "
+                                                                "sides wait for over 15 % of their time")  # fmt: skip
     max_ahead: Annotated[int, Field(ge=0)] = Field(1, description="manifests written before the version they wait for")
     max_groups_per_batch: Positive | None = Field(None, description="groups without a batch before the run gives "
                                                                     "up; none: 50 batches' worth")  # fmt: skip

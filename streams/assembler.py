@@ -282,7 +282,7 @@ class Fold:
         self._effects.append(AttemptEnded(
             **UNLINKED, cause=self._at, group=group.id, slot=slot.number, attempt=attempt.number,
             incarnation=attempt.incarnation, outcome=outcome, reason=reason, boundary=boundary, reward=reward,
-            model_tokens=attempt.model_tokens, ends_slot=ends_slot,
+            model_tokens=attempt.model_tokens, ends_slot=ends_slot, timings_ms=dict(attempt.times),
         ))  # fmt: skip
 
     def _add(self, kind: str, event: EpisodeEvent) -> None:

@@ -41,8 +41,7 @@ class Attempt:
     model_tokens: int = 0
     context_tokens: int = 0
     turns: int = 0  # that are over
-    model_ms: float = 0.0
-    tool_ms: float = 0.0
+    times: dict[str, float] = field(default_factory=dict)  # ms by step: of its spans, and at its end of the whole
     runs: list[list[int]] = field(default_factory=list)  # [version, count]
     temperature: float = math.nan
     reported: bool = False  # its own EpisodeEnded has been seen
@@ -54,13 +53,15 @@ class Attempt:
         return self.beyond.get(sequence)
 
     def count(self, event: EpisodeEvent) -> None:
+        if isinstance(event, EpisodeEnded):
+            self.times |= event.timings_ms
         if not isinstance(event, Span):
             return
         # A turn is over with its stop reason, or once another follows.
         ended = event.source == Source.MODEL and event.stop_reason is not None
         self.turns = max(self.turns, event.turn + ended)
-        self.model_ms += event.timings_ms.get(MODEL_TIME, 0.0)
-        self.tool_ms += event.timings_ms.get(Step.ENVIRONMENT, 0.0)
+        for step, ms in event.timings_ms.items():
+            self.times[step] = self.times.get(step, 0.0) + ms
         if event.source != Source.MODEL:
             self.context_tokens += event.count
             return
@@ -75,7 +76,8 @@ class Attempt:
         """Whether a budget on the episode's own clock is used up: no deadline can be blamed for that."""
         used: list[tuple[float, float | None]] = [
             (self.model_tokens, max(1, spec.max_tokens)), (self.turns, spec.max_turns),
-            (self.model_ms / 1000, spec.model_time_s), (self.tool_ms / 1000, spec.tool_time_s),
+            (self.times.get(MODEL_TIME, 0.0) / 1000, spec.model_time_s),
+            (self.times.get(Step.ENVIRONMENT, 0.0) / 1000, spec.tool_time_s),
         ]  # fmt: skip
         return any(most is not None and amount >= most for amount, most in used)
 

@@ -91,6 +91,31 @@ def test_conversation_of_a_lost_replica_is_rerouted_and_stays_at_its_new_one(how
     routing.ended(first.ticket, 0.0, 10)  # a late word of a lost replica harms nothing
 
 
+def test_one_failing_replica_of_four_is_fenced_and_the_others_share_its_work_evenly() -> None:
+    routing, seen = router("a", "b", "c", "d"), Counter[str]()
+    first = [routing.choose(turn(f"c{i}", 1000), 0.0) for i in range(40)]
+    routing.fenced("b")
+    for turns in range(2, 5):
+        for number in range(40):
+            choice = routing.choose(turn(f"c{number}", 1000 * turns), 0.0)
+            assert choice is not None
+            seen[choice.replica] += 1
+            was = first[number]
+            assert was is not None
+            if was.replica != "b":  # conversations elsewhere don't move for it
+                assert choice.replica == was.replica
+    assert seen.keys() == {"a", "c", "d"}
+    assert max(seen.values()) <= 1.25 * sum(seen.values()) / 3
+
+
+def test_same_prompt_after_an_update_expects_nothing_of_the_old_versions_cache() -> None:
+    routing, ids = router("a"), list(range(1000))
+    for version, cached in ((1, 0), (1, 896), (2, 0), (2, 896)):
+        choice = routing.choose(Request("x", 1000, blocks_of(ids, salt=version)), 0.0)
+        assert choice is not None
+        assert choice.cached_tokens == cached
+
+
 def test_replica_that_just_failed_a_request_is_avoided_and_nowhere_is_said() -> None:
     routing = router("a", "b")
     first = routing.choose(turn("x", 3000), 0.0)

@@ -67,6 +67,31 @@ def test_long_group_is_not_starved_by_short_ones_that_keep_coming() -> None:
     assert scheduler.waiting == 8  # of the short ones: each start of the long group's took one's place
 
 
+def test_long_episodes_end_as_often_as_they_begin_whatever_the_short_ones_do() -> None:
+    """Bimodal durations: nine of ten episodes take 1 tick, the tenth 50. Groups keep coming; none is given up."""
+    scheduler, draw = Scheduler(most=16), random.Random(0)
+    lasts: dict[SlotKey, int] = {}
+    running: dict[SlotKey, int] = {}
+    closed: list[list[int]] = []
+    groups: dict[str, list[SlotKey]] = {}
+    ended: set[SlotKey] = set()
+    for tick in range(3000):
+        while len(groups) < 12 and tick < 2500:
+            name = f"g{len(lasts)}"
+            groups[name] = lease(scheduler, name, 4)
+            lasts |= {key: 50 if draw.random() < 0.1 else 1 for key in groups[name]}
+        running |= {key: tick + lasts[key] for key in scheduler.starts()}
+        for key in [key for key, end in running.items() if end <= tick]:
+            del running[key]
+            ended.add(key)
+            scheduler.ended(key)
+        for name in [name for name, keys in groups.items() if ended.issuperset(keys)]:
+            closed.append([lasts[key] for key in groups.pop(name)])
+    assert not groups and not running  # the last ones too
+    trained = [last for group in closed for last in group]
+    assert sum(trained) / len(trained) == sum(lasts.values()) / len(lasts)
+
+
 def test_slot_whose_version_is_not_served_yet_does_not_block_the_others() -> None:
     scheduler = Scheduler(most=4)
     lease(scheduler, "ahead", 1)
