@@ -174,9 +174,10 @@ class LossSettings(Section):
     ratio_level: Literal["token", "sequence", "geometric"] = Field("token", description="what weighs: the token's "
                                                                    "ratio, its episode's, or its mean")  # fmt: skip
     truncate_below: Annotated[float, Field(ge=0)] = Field(0.0, description="importance ratios are lifted to this")
-    truncate_above: PositiveFloat | None = Field(2.0, description="importance ratios are cut off here (TIS); \"none\": nowhere")
+    truncate_above: PositiveFloat | None = Field(2.0, description="importance ratios are cut off here (TIS); 'none': "
+                                                                  "nowhere")  # fmt: skip
     mask_below: Annotated[float, Field(ge=0)] = Field(0.125, description="a smaller ratio gets no gradient")
-    mask_above: PositiveFloat | None = Field(8.0, description="a larger ratio gets no gradient; \"none\": no limit")
+    mask_above: PositiveFloat | None = Field(8.0, description="a larger ratio gets no gradient; 'none': no limit")
     normalise: bool = Field(False, description="divide weights by their mean over the batch")
 
     reject: tuple[RejectionSettings, ...] = Field((), description="tokens or episodes outside these limits get no "

@@ -237,7 +237,9 @@ class TrainState:
     def _reference_logprobs(self, micro: MicroBatch) -> torch.Tensor:
         """Under version 0's served weights, whose model is loaded when it is first asked for."""
         if self._reference is None:
-            model = _load_model(self._model_path).to(DTYPES[self._dtype])  # as they are served
+            model = _load_model(self._model_path)
+            for parameter in model.parameters():  # as they are served; buffers are computed with as they are
+                parameter.copy_(parameter.to(DTYPES[self._dtype]))
             self._reference = model.to(device=self._device, dtype=self._model.dtype)
         return self._logprobs(micro, self._reference)
 

@@ -26,3 +26,22 @@ def member(n: int) -> tuple[Group, Episode]:
 def row(n: int) -> MicroBatch:
     (found,) = pack([member(n)[0]], 1000)
     return found
+
+
+def groups(seed: int = 0, count: int = 3, size: int = 3, vocabulary: int = 259) -> list[Group]:
+    """Random prompts and tokens with plausible log-probabilities; lengths differ, and one token in five is context."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for number in range(count):
+        prompt = rng.integers(3, vocabulary, 4 + number).astype(np.int32)
+        episodes = []
+        for slot in range(size):
+            n = int(rng.integers(3, 9))
+            mask = rng.random(n) > 0.2
+            mask[0] = True
+            episodes.append(episode(
+                n, slot, prompt=prompt, tokens=rng.integers(3, vocabulary, n).astype(np.int32), mask=mask,
+                logprobs=rng.normal(-5.5, 0.3, n).astype(np.float32), reward=float(rng.integers(0, 3)),
+            ))  # fmt: skip
+        found.append(Group(f"g{number}", tuple(episodes)))
+    return found

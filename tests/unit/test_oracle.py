@@ -34,7 +34,7 @@ def test_no_more_than_eight_deviate_and_each_is_documented_and_shown_to_be_wrong
     document = (Path(__file__).parents[2] / "docs/corrections.md").read_text()
     shown = Path(__file__).read_text()
     for case in DEVIATIONS:
-        assert f"`{case}`" in document and shown.count(f'"{case}"') == 1, case
+        assert f"`{case}`" in document and f'"{case}"' in shown, case
 
 
 def computed(case: str, parameters: dict[str, Any] | None = None, **inputs: Any) -> Any:
