@@ -23,6 +23,7 @@ def token(prompt: list[int], seed: int, i: int) -> int:
 class Replica:
     def __init__(self, first_s: float, gap_s: float) -> None:
         self._first_s, self._gap_s = first_s, gap_s
+        self._weights = "none"  # what their owner calls them
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -35,7 +36,7 @@ class Replica:
                 if path == "/v1/completions":
                     await self._complete(json.loads(body), came, writer)
                 else:
-                    _whole(writer, _said(path))
+                    _whole(writer, self._said(path, body))
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -61,13 +62,13 @@ class Replica:
         _chunk(writer, b"data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
 
-
-def _said(path: str) -> Any:
-    if path == "/v1/models":
-        return {"data": [{"id": "scripted", "max_model_len": 4096}]}
-    if path == "/weight_info":
-        return {"weight_version": "0"}
-    return {"results": [[]]} if path == "/collective_rpc" else {}
+    def _said(self, path: str, body: bytes) -> Any:
+        """What vLLM answers besides."""
+        if path == "/update_weight_version":
+            self._weights = json.loads(body)["new_version"]
+        return {"/v1/models": {"data": [{"id": "scripted", "max_model_len": 4096}]},
+                "/weight_info": {"weight_version": self._weights}, "/collective_rpc": {"results": [[]]},
+                "/reset_prefix_cache": {"success": True}}.get(path, {})  # fmt: skip
 
 
 def _whole(writer: asyncio.StreamWriter, value: Any) -> None:

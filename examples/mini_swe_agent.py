@@ -2,7 +2,7 @@
 
     pip install mini-swe-agent                      # in an environment of its own: --python names its interpreter
     headrace start gateway RUN &
-    python examples/mini_swe_agent.py --token-file ~/.local/share/headrace/runs/RUN/gateway.token --python VENV/bin/python
+    python examples/mini_swe_agent.py --token-file STATE/RUN/gateway.token --python VENV/bin/python
 
 Each episode is one `mini` in a folder of its own, with the gateway's address and the episode's key where it looks
 for OpenAI's. The reward here is whether the file that was asked for holds what was asked; take your own verifier.

@@ -35,8 +35,9 @@ class GatewaySite(Section):
                                    "in the run's state folder; HEADRACE_GATEWAY_TOKEN goes before it")  # fmt: skip
     on_update: Literal["keep", "hold", "abort"] = Field("keep", description="new weights: between two steps of open "
                                                         "requests, after them, or instead of them")  # fmt: skip
-    orphan_grace_s: Annotated[float, Field(ge=0)] = Field(20.0, description="a request whose client went away is "
-                                                          "sampled on for so long, since clients ask again")  # fmt: skip
+    orphan_grace_s: Annotated[float, Field(ge=0)] = Field(
+        20.0, description="a request whose client went away is sampled on for so long, since clients ask again"
+    )
 
 
 class SiteSettings(Section):
