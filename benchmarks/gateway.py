@@ -138,6 +138,10 @@ class Talk:
     messages: list[dict[str, str]]
     texts: list[str] = field(default_factory=list)
 
+    def begin_anew(self) -> None:
+        """The next request is the first of a conversation that nobody has had."""
+        self.messages = [{"role": "user", "content": f"{PROMPT} ({len(self.texts)})"}]
+
 
 async def _talks(url: str, count: int) -> list[Talk]:
     """Episodes for evaluation, which the coordinator gives whatever the trainer does."""
@@ -196,7 +200,6 @@ async def _stream(session: Any, url: str, talk: Talk | None, number: int, tokens
     if talk is not None:
         talk.texts.append(text)
         talk.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "And now?"}]
-        del talk.messages[:-20:]  # the context stays within the model's
 
 
 def _cpu_s(process: Started, url: str, talks: Sequence[Talk] | None, load: Load) -> float:
@@ -205,6 +208,8 @@ def _cpu_s(process: Started, url: str, talks: Sequence[Talk] | None, load: Load)
         async with _session() as session:
             async def one(worker: int) -> None:
                 for i in range(worker, load.requests, WORKING):
+                    if talks:
+                        talks[worker].begin_anew()
                     await _stream(session, url, talks[worker] if talks else None, i, SHORT, None)
 
             await asyncio.gather(*map(one, range(WORKING)))

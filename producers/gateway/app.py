@@ -32,6 +32,7 @@ M = TypeVar("M", bound=BaseModel)
 Answering = Callable[[Request], Awaitable[Response]]
 
 BODY_BYTES = 64 << 20
+BODY_S = 60.0  # for a body to come
 SEND_S = 30.0  # a client that takes nothing for so long is gone
 WAIT_S = 60.0  # for a group, unless the request says otherwise
 
@@ -261,10 +262,14 @@ def _bearer(request: Request) -> str:
 
 async def _json(request: Request) -> Any:
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > BODY_BYTES:
-            raise Refused(413, f"the body is larger than {BODY_BYTES >> 20} MiB", code="too_large")
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > BODY_BYTES:
+                    raise Refused(413, f"the body is larger than {BODY_BYTES >> 20} MiB", code="too_large")
+    except TimeoutError:
+        raise Refused(408, f"no whole body came within {BODY_S:g} s", code="timeout") from None
     try:
         return json.loads(body or b"{}")
     except (ValueError, RecursionError) as error:

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from headrace.schemas.errors import AttemptOver, HeadraceError
@@ -35,7 +35,7 @@ class AgentEpisode:
     """One attempt, driven by whoever holds its key. On the gateway's loop alone."""
 
     def __init__(self, lease: Lease, attempt: Attempt, writer: EpisodeWriter, settings: RunSettings,
-                 tokenizer: Tokenizer, sample: Callable[[AgentEpisode, Turn], Awaitable[None]], *, worker: str,
+                 tokenizer: Tokenizer, sample: Callable[[AgentEpisode, Turn], Coroutine[Any, Any, None]], *, worker: str,
                  engine: Mapping[str, str], greedy: bool, grace_s: float,
                  give_up: Callable[[EpisodeWriter, HeadraceError], None]) -> None:  # fmt: skip
         """`sample` brings a turn to its end; `engine` is its fingerprint; `greedy` is for evaluation; `grace_s` after
@@ -102,11 +102,11 @@ class AgentEpisode:
                             greedy=self._greedy)  # fmt: skip
         request = GenerationRequest(f"{name}-{self.attempt.incarnation[:8]}", prompt.ids, sampling,
                                     frozenset(self._tokenizer.eos), Affinity(self.id, self.lease.group))  # fmt: skip
-        turn = Turn(name, asked, prompt, request, self._tokenizer.stream())
+        turn = Turn(name, asked, prompt, request, self._tokenizer.stream(), self._settle)
         self._asked += 1
         self._turns[asked.key] = turn
         self._running.add(turn)
-        turn.task = self._spawn(self._sample(turn))
+        turn.task = self._spawn(self._sample_turn(self, turn))
         return turn
 
     def _most_tokens(self, prompt: int, asked: int | None) -> int:
@@ -125,23 +125,18 @@ class AgentEpisode:
                           param="messages")  # fmt: skip
         return min(rest, length - prompt, asked or rest)
 
-    async def _sample(self, turn: Turn) -> None:
-        await self._sample_turn(self, turn)
-        if turn not in self._running:
-            return  # it was aborted in its last moment
-        self._sampled(turn)
-        if turn.error is not None:
-            self._orphan(turn)
-        else:
-            turn.number = self._conversation.answered(turn.prompt, turn.tokens, turn.answer(), seen=False)
-            self._complete[turn.number] = turn
-
-    def _sampled(self, turn: Turn) -> None:
+    def _settle(self, turn: Turn) -> None:
+        """A turn that is over becomes one of the conversation, or an orphan; before anyone is told."""
         self._running.discard(turn)
         self._active_at = time.monotonic()
         self.counts["sampled_tokens"] += len(turn.tokens)
         for name, ms in turn.timings_ms().items():
             self._timings[name] += ms
+        if turn.error is not None:
+            self._orphan(turn)
+            return
+        turn.number = self._conversation.answered(turn.prompt, turn.tokens, turn.answer(), seen=False)
+        self._complete[turn.number] = turn
 
     # ------------------------------------------------------------------------------------------------- who saw what
 
@@ -173,8 +168,6 @@ class AgentEpisode:
         turn.fail(error)
         if turn.task is not None:
             turn.task.cancel()
-        self._sampled(turn)
-        self._orphan(turn)
 
     def _orphan(self, turn: Turn) -> None:
         """It will never be seen."""
@@ -201,11 +194,11 @@ class AgentEpisode:
         """Once: a later call waits for the first one's end. An attempt without a turn can't be trained on, and is an
         infrastructure failure."""
         if self._ending is None and self.result is None:
+            for turn in list(self._running):
+                self._abort(turn, Refused(410, f"episode {self.id} is over: {reason}", code="episode_over"))
             if outcome.trainable and not any(turn.seen for turn in self._complete.values()):
                 outcome, reason, boundary, reward = Outcome.INFRA_FAILURE, REASON_NO_TURN, Boundary.ENVIRONMENT, None
             self.over = self.over or f"{outcome} ({reason})"
-            for turn in list(self._running):
-                self._abort(turn, self._gone())
             for turn in self._complete.values():
                 if not turn.seen:
                     self._orphan(turn)

@@ -69,7 +69,8 @@ class Gateway:
         self._keys: dict[str, bytes] = {}  # by episode
         self._episodes: dict[str, AgentEpisode] = {}
         self._over: collections.OrderedDict[str, dict[str, Any]] = collections.OrderedDict()
-        self._totals: collections.Counter[str] = collections.Counter()
+        self._totals: collections.Counter[str] = collections.Counter()  # of the episodes that are over
+        self._told: dict[str, float] = {}  # what the next heartbeat says
         producer.report = self._report
 
     # ------------------------------------------------------------------------------------------------- leases
@@ -143,6 +144,7 @@ class Gateway:
         """For ever: end what nobody will end."""
         while True:
             await asyncio.sleep(LOOK_S)
+            self._told = self.totals()
             for episode in list(self._episodes.values()):
                 if episode.over is None and (over := self.producer.over(episode.attempt)) is not None:
                     episode.failed(over)
@@ -192,8 +194,8 @@ class Gateway:
                        code="other_version")  # fmt: skip
 
     def _report(self) -> tuple[int, str, dict[str, float]]:
-        """On the heartbeat's thread: what it reads changes under it by whole values alone."""
-        return self._updates.version, json.dumps(self._engine, sort_keys=True), dict(self._totals)
+        """On the heartbeat's thread: what it reads is replaced and never changed."""
+        return self._updates.version, json.dumps(self._engine, sort_keys=True), self._told
 
     async def close(self) -> None:
         """Aborts what runs; episodes that are open end as infrastructure failures when the producer closes."""

@@ -26,9 +26,10 @@ class Turn:
     """What was sampled for one request. `runs`: [version, count] of consecutive tokens."""
 
     def __init__(self, name: str, asked: Asked, prompt: Prompt, request: GenerationRequest,
-                 stream: Callable[[int], str]) -> None:  # fmt: skip
+                 stream: Callable[[int], str], settle: Callable[[Turn], None]) -> None:  # fmt: skip
+        """`settle` is called once, when the turn is over, before those who wait for it know."""
         self.name, self.asked, self.prompt, self.request = name, asked, prompt, request
-        self._stream = stream
+        self._stream, self._settle = stream, settle
         self.reading = Reading(asked.stop, asked.tools)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
@@ -87,6 +88,7 @@ class Turn:
 
     def _over(self, *, finish: str | None = None, error: Refused | None = None) -> None:
         self.finish, self.error, self.ended, self.reading.ended = finish, error, time.monotonic(), True
+        self._settle(self)
 
     def tell(self) -> None:
         """Wake those who wait for `more`."""

@@ -57,6 +57,7 @@ class Scripted:
                                "stop" if token == 2 else "length" if last else None)  # fmt: skip
         finally:
             self.aborted += not ended
+            await asyncio.sleep(0)  # as who closes a connection
 
     async def health(self) -> ReplicaHealth:
         return ReplicaHealth(3, True, 0, 0, 8)
@@ -97,7 +98,6 @@ class Stage:
         turn = self.episode.ask(asked(*messages, **more))
         while not turn.over:
             await turn.more()
-        await asyncio.sleep(0)
         if turn.error is None:
             self.episode.saw(turn)
         self.episode.left(turn)
@@ -210,7 +210,6 @@ def test_answer_that_nobody_took_is_an_orphan_at_the_end_unless_a_later_request_
             turn = stage.episode.ask(asked(*messages))
             while not turn.over:
                 await turn.more()
-            await asyncio.sleep(0)
             stage.episode.left(turn)  # complete, and not taken
         await stage.say(user("a"), said("one"), user("next"))  # the agent has it after all
         spans = await stage.end()
@@ -227,7 +226,6 @@ def test_parallel_requests_of_one_agent_are_siblings_in_the_tree() -> None:
         one, two = (stage.episode.ask(asked(user("q"), said("ab"), user(text))) for text in "xy")
         while not (one.over and two.over):
             await (two if one.over else one).more()
-        await asyncio.sleep(0)
         for turn in (two, one):  # taken in the other order
             stage.episode.saw(turn)
             stage.episode.left(turn)
