@@ -35,8 +35,8 @@ class AgentEpisode:
     """One attempt, driven by whoever holds its key. On the gateway's loop alone."""
 
     def __init__(self, lease: Lease, attempt: Attempt, writer: EpisodeWriter, settings: RunSettings,
-                 tokenizer: Tokenizer, sample: Callable[[AgentEpisode, Turn], Coroutine[Any, Any, None]], *, worker: str,
-                 engine: Mapping[str, str], greedy: bool, grace_s: float,
+                 tokenizer: Tokenizer, sample: Callable[[AgentEpisode, Turn], Coroutine[Any, Any, None]], *,
+                 worker: str, engine: Mapping[str, str], greedy: bool, grace_s: float,
                  give_up: Callable[[EpisodeWriter, HeadraceError], None]) -> None:  # fmt: skip
         """`sample` brings a turn to its end; `engine` is its fingerprint; `greedy` is for evaluation; `grace_s` after
         the last one who waited for a turn has left, it is aborted; `give_up` ends an attempt that can't be written."""
