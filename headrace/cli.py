@@ -109,13 +109,14 @@ def create(config: ConfigArgument, as_json: Json = False) -> None:
 
 @app.command()
 def start(
-    role: Annotated[str, typer.Argument(help="assembler, coordinator, worker or trainer", metavar="ROLE")],
+    role: Annotated[str, typer.Argument(help="assembler, coordinator, worker, gateway or trainer", metavar="ROLE")],
     run: Annotated[str, typer.Argument(help="run id", metavar="RUN")],
     config: Annotated[Path | None, typer.Option(help="file whose [site] part to use")] = None,
     bootstrap: Annotated[str | None, typer.Option(help="Kafka's address, HOST:PORT")] = None,
     stop_at: Annotated[int | None, typer.Option(help="version at which the trainer ends")] = None,
-    name: Annotated[str | None, typer.Option(help="a worker's name; keep it over restarts")] = None,
+    name: Annotated[str | None, typer.Option(help="a worker's or gateway's name; keep it over restarts")] = None,
     share: Annotated[str | None, typer.Option(help="i/n: an assembler's share of the partitions")] = None,
+    port: Annotated[int | None, typer.Option(help="where a gateway listens (over the file's)")] = None,
     parent: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run one role, in this process."""
@@ -133,6 +134,8 @@ def start(
         site = site.model_copy(update={"kafka": {**site.kafka, "bootstrap.servers": bootstrap}})
     if stop_at is not None:
         site = site.model_copy(update={"stop_at": stop_at})
+    if port is not None:
+        site = site.model_copy(update={"gateway": site.gateway.model_copy(update={"port": port})})
     if share is not None:
         site = site.model_copy(update={"assembler_share": share})
     kafka = kafka_config(site)

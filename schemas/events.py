@@ -631,7 +631,11 @@ class HandBack:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
-    """A producer asks for a group; answered once, in `tasks`."""
+    """A producer asks for a group; answered once, in `tasks`.
+
+    With more than one of `attempts`, slots that are lost or fail by infrastructure wait for the next request that says
+    so; it may be answered with them.
+    """
 
     request: str
     worker: str
@@ -640,6 +644,7 @@ class LeaseRequest:
     size: int | None
     purpose: str
     version: int | None
+    attempts: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,8 @@ class RolloutSettings(Section):
     zero_variance: Literal["refill", "keep"] = Field("refill", description="groups whose rewards are all equal")
     score_timeout_s: PositiveFloat = Field(30.0, description="a verifier that takes longer has failed (infrastructure)")
     lease_timeout_s: PositiveFloat = Field(15.0, description="a worker silent for so long has lost its slots")
+    agent_timeout_s: PositiveFloat = Field(300.0, description="an agent at the gateway that asks for nothing so long "
+                                                              "is gone: its attempt ends as `unknown`")  # fmt: skip
     no_progress_s: PositiveFloat = Field(
         600.0,
         description="a part that has work and from which nothing comes for so long ends the run, with the reason; "

@@ -47,7 +47,7 @@ from headrace.schemas.topics import FLEET, GROUPS
 
 from .assembler import RecordLike
 from .batching import Batching, Candidate, Entry
-from .leasing import Leasing
+from .leasing import Leasing, OpenGroup
 from .stalls import Stall, Stalls, Standing
 from .tasks import TaskSource
 
@@ -231,6 +231,9 @@ class Coordinator:
     def _answer(self, decision: Decision) -> None:
         waiting, self._requests = self._requests, deque()
         for request in waiting:
+            if (again := self.leasing.asked_again(request)) is not None:
+                self._lease_again(decision, request, *again)
+                continue
             trains = request.purpose == Purpose.TRAIN
             task = self._source.at(self._cursor) if request.task is None else self._source.find(request.task)
             if task is None:
@@ -239,13 +242,22 @@ class Coordinator:
                 self._requests.append(request)
                 continue
             cursor = self._cursor + (request.task is None)
-            spec = requested_spec(self.settings, request.size)
+            spec = requested_spec(self.settings, request.size, request.attempts)
             lease = Lease(f"g{self._opened:08d}", self._leases, True, False, request.worker, request.incarnation,
                           request.purpose, self.published if request.version is None else request.version,
                           tuple(Assignment(slot, 0) for slot in range(spec.slots)), spec, task, cursor,
                           request.request, request.version)  # fmt: skip
             decision.lease(lease)
             self._leased(lease)
+
+    def _lease_again(self, decision: Decision, request: LeaseRequest, group: OpenGroup, slots: list[int]) -> None:
+        opening = group.opening
+        lease = replace(opening, number=self._leases, opens=False, worker=request.worker,
+                        incarnation=request.incarnation, request=request.request,
+                        min_version=self.published if opening.version is None else opening.version,
+                        assignments=self.leasing.next_attempts(group, slots))  # fmt: skip
+        decision.lease(lease)
+        self._leased(lease)
 
     def _open_groups(self, decision: Decision) -> None:
         spec = self.settings.spec()
@@ -266,9 +278,9 @@ class Coordinator:
             opens = False
 
 
-def requested_spec(settings: RunSettings, size: int | None) -> GroupSpec:
-    """The rules of a group that a producer asked for: it alone runs the slots, once each."""
+def requested_spec(settings: RunSettings, size: int | None, attempts: int = 1) -> GroupSpec:
+    """The rules of a group that a producer asked for: whoever asks runs its slots, so often each."""
     spec = settings.spec()
     size = size or spec.group_size
     survivors = min(settings.rollout.min_survivors or math.ceil(size / 2), size)
-    return replace(spec, group_size=size, reserves=0, max_attempts=1, min_survivors=survivors)
+    return replace(spec, group_size=size, reserves=0, max_attempts=max(1, attempts), min_survivors=survivors)
