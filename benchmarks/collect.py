@@ -41,7 +41,7 @@ from .collect_parameters import (
 from .harness import Result
 
 FULL_SLOTS = SLOTS[-1]
-# Shares of the seeds: each cell of the grid gets few, to find the median and the worst one, which then get all.
+# Shares of the seeds: each cell of the grid gets few, to find the median one, which then gets all, and the worst.
 GRID_SHARE, PART_SHARE, LONG_SHARE = 0.06, 0.2, 0.05
 PUBLISHED = 66.9
 
@@ -104,10 +104,10 @@ def _virtual(options: argparse.Namespace, files: tuple[Path, Path] | None, resul
     middle, worst = _grid(runs, cells, slots, grid_seeds, result)
     for count in slots:
         at = dict.fromkeys((middle[count], worst[count]))
-        runs.want((BARRIER, FIFO, ALL), tuple(at), (count,), seeds)
         for cell in at:
-            where = "median cell" if cell == middle[count] else "worst cell"
-            _headline(runs, cell, count, seeds, f"{count} slots, {where} ({cell})", result)
+            where, many = ("median cell", seeds) if cell == middle[count] else ("worst cell", part_seeds)
+            runs.want((BARRIER, FIFO, ALL), (cell,), (count,), many)
+            _headline(runs, cell, count, many, f"{count} slots, {where} ({cell})", result)
     cell = middle[FULL_SLOTS]
     if not quick:
         runs.want((*ADDED, *REMOVED, ALONE, *BY_LAG), (cell,), (FULL_SLOTS,), part_seeds)
@@ -220,7 +220,7 @@ def _notes(runs: Runs, files: tuple[Path, Path] | None, seeds: int, grid_seeds: 
            long_seeds: int, result: Result) -> None:  # fmt: skip
     drawn = f"{files[0].name} and {files[1].name}" if files else "the fitted distributions"
     result.note(f"Virtual time. Trajectories from {drawn}. {seeds} seeds ({grid_seeds} for each cell of the grid, "
-                f"{part_seeds} for the rows by part and by lag, {long_seeds} for {LONG_BATCHES} batches); means with "
+                f"{part_seeds} in the worst cell and for the rows by part and by lag, {long_seeds} for {LONG_BATCHES} batches); means with "
                 "their 95 % intervals. A cell: slow-down at full load, prefix cache, median set-up. Steady state: the "
                 f"mean interval of the {runs.batches - 1} batches after the first.")  # fmt: skip
 
