@@ -25,7 +25,7 @@ from pathlib import Path
 
 from . import harness
 from .collect_arms import ADDED, ALL, ALONE, BARRIER, BY_LAG, FIFO, REMOVED, Arm
-from .collect_figures import Job, Summary, beyond, mean, p95, run_all, sooner
+from .collect_figures import Job, Journal, Summary, beyond, mean, p95, run_all, sooner
 from .collect_load import source_of
 from .collect_parameters import (
     FIRST_SOONER,
@@ -51,21 +51,23 @@ PUBLISHED = 66.9
 class Runs:
     """Simulated runs, each done once. `seeds`: at most so many."""
 
-    def __init__(self, files: tuple[Path, Path] | None, processes: int, batches: int) -> None:
+    def __init__(self, files: tuple[Path, Path] | None, processes: int, batches: int,
+                 journal: Path | None = None) -> None:  # fmt: skip
         self.files, self._processes, self.batches = files, processes, batches
+        self._journal = Journal(journal)
         self._done: dict[Job, Summary] = {}
 
     def want(self, arms: Sequence[Arm], cells: Sequence[Cell], slots: Sequence[int], seeds: int,
              batches: int | None = None) -> None:  # fmt: skip
         jobs = [self._job(seed, cell, arm, count, batches) for seed in range(seeds) for cell in cells for arm in arms
                 for count in slots]  # fmt: skip
+        self._done |= {job: one for job in jobs if (one := self._journal.find(job)) is not None}
         missing = [job for job in jobs if job not in self._done]
-
-        def told(number: int) -> None:
-            if number % 100 == 0:
+        for number, (job, one) in enumerate(run_all(missing, self._processes), 1):
+            self._done[job] = one
+            self._journal.add(job, one)
+            if number % 50 == 0:
                 print(f"collect: {number} of {len(missing)} runs", file=sys.stderr, flush=True)
-
-        self._done |= run_all(missing, self._processes, told)
 
     def of(self, arm: Arm, cell: Cell, slots: int, seeds: int, batches: int | None = None) -> list[Summary]:
         return [self._done[self._job(seed, cell, arm, slots, batches)] for seed in range(seeds)]
@@ -101,7 +103,7 @@ def _virtual(options: argparse.Namespace, files: tuple[Path, Path] | None, resul
     cells = GRID[6:8] if quick else GRID
     grid_seeds, part_seeds, long_seeds = (max(1, round(seeds * share))
                                           for share in (GRID_SHARE, PART_SHARE, LONG_SHARE))  # fmt: skip
-    runs = Runs(files, options.processes, 1 + (2 if quick else STEADY_BATCHES))
+    runs = Runs(files, options.processes, 1 + (2 if quick else STEADY_BATCHES), options.journal)
     runs.want((BARRIER, ALL), cells, slots, grid_seeds)
     middle, worst = _grid(runs, cells, slots, grid_seeds, result)
     for count in slots:
@@ -242,6 +244,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=Path, metavar="FILE", help="recorded runs: task_id, steps of llm_s and tool_s")
     parser.add_argument("--seeds", type=int, help=f"of the virtual form (default {SEEDS}, with --quick 1)")
     parser.add_argument("--processes", type=int, default=1, help="for the virtual form")
+    parser.add_argument("--journal", type=Path, metavar="FILE", help="keep finished runs there, and take them from it")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

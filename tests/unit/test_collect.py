@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import statistics
@@ -12,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.collect_arms import ALL, BARRIER, FIFO, Arm
-from benchmarks.collect_figures import Job, mean, run, sooner
-from benchmarks.collect_load import Load, source_of
+from benchmarks.collect_figures import Job, Journal, mean, run, sooner
+from benchmarks.collect_load import Load, Trajectory, source_of
 from benchmarks.collect_parameters import FULL_LOAD, GROUP_SIZE, GROUPS, PREFILL_TOKENS_PER_S, Cell
 from benchmarks.collect_virtual import Engine, Episode, Outcome, simulate
 from benchmarks.harness import CannotMeasure
@@ -141,6 +142,23 @@ def test_nothing_sampled_is_thrown_away_and_nothing_is_batched_twice(everything:
     assert everything.sampled >= {(group, slot) for group in batched for slot in range(GROUP_SIZE)}
 
 
+class Bimodal:
+    """Every second group takes a hundred times as long; each episode is one call."""
+
+    def group(self, index: int) -> list[Trajectory]:
+        seconds = 1000.0 if index % 2 else 10.0
+        return [Trajectory([seconds], [0.0], [round(seconds * 50)], [2000], seconds, 1.0, 0.0)] * GROUP_SIZE
+
+
+def test_bimodal_durations_train_the_lengths_that_were_sampled() -> None:
+    outcome = simulate(Bimodal(), Cell(1.0, "none", 3.0), ALL, 256, 16)  # type: ignore[arg-type]
+    long = [sum(group % 2 for group in batch.groups) / GROUPS for batch in outcome.batches]
+    assert long[0] < 0.1  # the first batches are of the short ones,
+    assert sum(long) / len(long) == pytest.approx(0.5, abs=0.1)  # and the long ones are all trained later
+    trained = {group for batch in outcome.batches for group in batch.groups}
+    assert set(range(max(trained) - 3 * GROUPS)) <= trained
+
+
 def test_max_lag_bounds_what_is_under_way(load: Load) -> None:
     for lag in (0, 1):
         outcome = simulate(load, CELL, Arm("bounded", "headrace", max_lag=lag), 256, 1)
@@ -167,6 +185,15 @@ def test_the_same_seed_gives_the_same_figures_in_another_process(load: Load) -> 
             f"print(run(Job(0, {CELL!r}, FIFO, 256, 1, None)).first)")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=250)
     assert float(done.stdout) == run(job).first, done.stderr
+
+
+def test_journal_gives_back_what_was_run(tmp_path: Path) -> None:
+    job = Job(0, CELL, FIFO, 256, 1, None)
+    one = dataclasses.replace(run(job), steady=1.0, late=1.0)  # of one batch they aren't numbers
+    Journal(tmp_path / "journal").add(job, one)
+    again = Journal(tmp_path / "journal")
+    assert again.find(job) == one
+    assert again.find(Job(1, CELL, FIFO, 256, 1, None)) is None
 
 
 def test_means_carry_the_interval_of_their_seeds() -> None:
