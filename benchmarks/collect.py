@@ -59,8 +59,8 @@ class Runs:
 
     def want(self, arms: Sequence[Arm], cells: Sequence[Cell], slots: Sequence[int], seeds: int,
              batches: int | None = None) -> None:  # fmt: skip
-        jobs = [self._job(seed, cell, arm, count, batches) for seed in range(seeds) for cell in cells for arm in arms
-                for count in slots]  # fmt: skip
+        jobs = [self._job(seed, cell, arm, count, batches) for seed in range(seeds) for count in reversed(slots)
+                for cell in cells for arm in arms]  # fmt: skip
         self._done |= {job: one for job in jobs if (one := self._journal.find(job)) is not None}
         missing = [job for job in jobs if job not in self._done]
         for number, (job, one) in enumerate(run_all(missing, self._processes), 1):
