@@ -13,7 +13,7 @@ from headrace.schemas.codec import decode, kind_of
 from headrace.schemas.columns import unpack_float32, unpack_int32
 from headrace.schemas.errors import UndecodableRecord
 from headrace.schemas.events import (
-    EpisodeEnded,
+    AttemptEnded,
     GroupClosed,
     Heartbeat,
     Manifest,
@@ -24,7 +24,7 @@ from headrace.schemas.events import (
     Span,
     Version,
 )
-from headrace.schemas.outcomes import Closure, Outcome, Source
+from headrace.schemas.outcomes import Closure, Outcome
 from headrace.schemas.topics import BATCHES, EVALS, FLEET, GROUPS, POLICY, TRAJECTORIES
 
 from ..facts import Fact, Failures, read_facts
@@ -225,43 +225,50 @@ def evals(source: LogSource) -> Iterator[Row]:
 
 
 def spans(source: LogSource) -> Iterator[Row]:
-    for place, event in _raw(source, Span):
-        assert isinstance(event, Span)
-        model = event.source == Source.MODEL
-        numbers = [run.version for run in event.versions]
-        logprobs = event.behaviour_logprobs()
-        yield place | _attempt(event) | {
-            "source": event.source, "turn": event.turn, "parent": event.parent, "count": event.count,
-            "version_min": min(numbers, default=None), "version_max": max(numbers, default=None),
-            "logprob_mean": float(np.mean(logprobs, dtype=np.float64))
-            if model and logprobs is not None and logprobs.size else None,
-            "stop_reason": event.stop_reason, "engine": event.engine, "detail": event.detail,
-            "blob": event.blob.address if event.blob else None,
-        }  # fmt: skip
-
-
-def waits(source: LogSource) -> Iterator[Row]:
-    for place, event in _raw(source, Span, EpisodeEnded):
-        assert isinstance(event, Span | EpisodeEnded)
-        for reason, value in event.timings_ms.items():
-            yield place | _attempt(event) | {"reason": reason, "wait_ms": value}
-
-
-def _raw(source: LogSource, *kinds: type) -> Iterator[tuple[Row, Any]]:
-    """Events of these kinds in `trajectories`, with their place and time."""
     for partition in range(source.partitions(TRAJECTORIES)):
         for record in source.records(TRAJECTORIES, partition):
-            if kind_of(record.value) in kinds:
+            if kind_of(record.value) is Span:
                 try:
                     event = decode(record.value)
                 except UndecodableRecord:
                     continue
-                yield {"partition": partition, "offset": record.offset, "logged_ms": record.timestamp_ms}, event
+                assert isinstance(event, Span)
+                yield _span(event) | {"partition": partition, "offset": record.offset, "logged_ms": record.timestamp_ms}
 
 
-def _attempt(event: Span | EpisodeEnded) -> Row:
-    return {"group": event.group, "slot": event.slot, "attempt": event.attempt, "incarnation": event.incarnation,
-            "sequence": event.sequence}  # fmt: skip
+def _span(event: Span) -> Row:
+    numbers = [run.version for run in event.versions]
+    logprobs = event.behaviour_logprobs()
+    return {
+        "group": event.group, "slot": event.slot, "attempt": event.attempt, "incarnation": event.incarnation,
+        "sequence": event.sequence, "source": event.source, "turn": event.turn, "parent": event.parent,
+        "count": event.count, "version_min": min(numbers, default=None), "version_max": max(numbers, default=None),
+        "logprob_mean": float(np.mean(logprobs, dtype=np.float64)) if logprobs is not None and logprobs.size else None,
+        "stop_reason": event.stop_reason, "engine": event.engine, "detail": event.detail,
+        "blob": event.blob.address if event.blob else None,
+    }  # fmt: skip
+
+
+def waits(source: LogSource) -> Iterator[Row]:
+    for partition in range(source.partitions(GROUPS)):
+        ended: dict[str, list[Fact[AttemptEnded]]] = {}  # of open groups
+        for fact in read_facts(source, GROUPS, partition, Failures()):
+            if isinstance(fact.event, AttemptEnded):
+                ended.setdefault(fact.event.group, []).append(fact)
+            elif isinstance(fact.event, GroupClosed):
+                for one in ended.pop(fact.event.group, ()):
+                    yield from _steps(one, fact)
+        for one in (one for group in ended.values() for one in group):
+            yield from _steps(one, None)
+
+
+def _steps(ended: Fact[AttemptEnded], closed: Fact[GroupClosed] | None) -> Iterator[Row]:
+    event = ended.event
+    about = {"group": event.group, "slot": event.slot, "attempt": event.attempt, "incarnation": event.incarnation,
+             "task": closed.event.task if closed else None, "closed_ms": closed.timestamp_ms if closed else None,
+             "partition": ended.partition, "offset": ended.offset}  # fmt: skip
+    for step, wait_ms in event.timings_ms.items():
+        yield about | {"step": step, "wait_ms": wait_ms}
 
 
 def _finite(values: Mapping[str, float]) -> dict[str, float | None]:

@@ -268,14 +268,14 @@ PUBLICATIONS = Spec(
 )  # fmt: skip
 
 WAITS = Spec(
-    "waits", "one recorded time of an attempt, by step: each step's time is on a span or on the attempt's end, once",
-    ("trajectories",), "partition, offset",
+    "waits", "one step of an ended attempt's time", ("groups",), "partition, offset, step",
     (
         *_ATTEMPT,
-        C("sequence", "int32", "of the event that carries it"),
-        C("reason", "category", "`queue`, `prefill`, `decode`, `environment`, `scorer`, ... as the producer names it"),
-        C("wait_ms", "float64", "how long", "ms"),
-        C("logged_ms", "int64", "when the broker took the event", "ms since 1970"),
+        C("task", "category", "task id", "", "the group is open"),
+        C("step", "category", "`queue`, `prefill`, `decode`, `environment`, `sandbox_start`, `scorer`, ...; `model` "
+          "stands beside the steps: what the decoding takes with the engine to itself"),
+        C("wait_ms", "float64", "how long, in all of the attempt", "ms"),
+        C("closed_ms", "int64", "when its group closed", "ms since 1970", "the group is open"),
         *_PLACE,
     ),
 )  # fmt: skip

@@ -197,10 +197,12 @@ def test_consumers_that_crash_stall_or_join_late_change_nothing_in_the_run(
     """Two runs of one script, synchronous and in one partition, so that everything follows from the script; one of them
     is watched. Their accounts and the content hashes of their batches are equal."""
     settings = scripted_settings(batch={"groups": 2, "max_lag": 0}, log={"partitions": 1, "commit_ms": 50})
-    calm, watched = (
-        ScriptedRun(kafka, RunTopics(f"{run_name}-{name}"), settings, judge=lambda group, slot, attempt: float(slot == 0))
-        for name in ("calm", "watched")
-    )
+
+    def judge(group: str, slot: int, attempt: int) -> float:
+        return float(slot == 0)
+
+    calm, watched = (ScriptedRun(kafka, RunTopics(f"{run_name}-{name}"), settings, judge=judge)
+                     for name in ("calm", "watched"))  # fmt: skip
     watchers: list[subprocess.Popen[str]] = []
     stop = threading.Event()
 
