@@ -24,7 +24,7 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.topics import RunTopics
 
-from . import accounting, exporting, reading
+from . import accounting, exporting, reading, reporting
 from .settings import describe, kafka_config, load_config, load_site
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ app.add_typer(broker_app, name="broker")
 reading.register(app)
 accounting.register(app)
 exporting.register(app)
+reporting.register(app)
 
 ConfigArgument = Annotated[Path, typer.Argument(help="TOML file with the run's settings", metavar="CONFIG")]
 Json = Annotated[bool, typer.Option("--json", help="for programs")]
