@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from headrace.schemas.codec import decode
 from headrace.schemas.columns import unpack_float32, unpack_ids, unpack_int32
 from headrace.schemas.errors import DataLossError, InvalidRecord, SettingsError
@@ -141,14 +143,13 @@ def trace_token(source: LogSource, group: str, slot: int, index: int) -> TokenOr
     if not closure.event.samples:
         raise SettingsError(f"group {group} closed as {closure.event.closure}: nothing of it was given to a trainer")
     episode = _payload(source, closure, slot)
-    at = index
-    for number, span in enumerate(episode.spans):
-        if 0 <= at < span.count:
-            break
-        at -= span.count
-    else:
-        total = sum(span.count for span in episode.spans)
+    ends = np.cumsum([span.count for span in episode.spans])
+    if not ends.size or not 0 <= index < ends[-1]:
+        total = int(ends[-1]) if ends.size else 0
         raise SettingsError(f"episode {group}/{slot} has {total} tokens: there is none with index {index}")
+    number = int(np.searchsorted(ends, index, "right"))
+    span = episode.spans[number]
+    at = index - int(ends[number]) + span.count
     token = int(unpack_ids(span.tokens, span.count)[at])
     model = span.source == Source.MODEL
     logprob = float(unpack_float32(span.logprobs)[at]) if span.logprobs is not None else None
@@ -189,8 +190,8 @@ def _payload(source: LogSource, closure: Fact[GroupClosed], slot: int) -> Payloa
     for ref in closure.event.samples:
         record = next(source.records(SAMPLES, closure.partition, ref.offset, ref.offset + 1), None)
         if record is None:
-            raise DataLossError(f"{address(SAMPLES, closure.partition, ref.offset)}: there is no such record; samples of "
-                                f"{closure.event.group} were deleted")  # fmt: skip
+            raise DataLossError(f"{address(SAMPLES, closure.partition, ref.offset)}: there is no such record; the "
+                                f"samples of {closure.event.group} were deleted")  # fmt: skip
         event = decode(record.value)
         if not isinstance(event, SampleChunk) or digest(record.value or b"") != ref.digest:
             raise InvalidRecord(f"not the record that {closure} names", SAMPLES, closure.partition, ref.offset)

@@ -27,8 +27,8 @@ Positions = Mapping[tuple[str, int], int]
 
 Start = Literal["earliest", "latest"] | int | datetime | FromVersion | Positions
 """Where to begin: an end of the log; an offset (in each partition; where it is deleted, at the oldest that is
-retained); a time; a version; or exact positions, as a service keeps them (DataLossError where one is deleted; a partition
-that isn't named is read from its beginning)."""
+retained); a time; a version; or exact positions, as a service keeps them (DataLossError where one is deleted; a
+partition that isn't named is read from its beginning)."""
 
 
 @dataclass(frozen=True, slots=True)

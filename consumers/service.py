@@ -67,8 +67,8 @@ class Service:
         self._position = dict(begin)  # behind what was handed out
 
     def batches(self, *, follow: bool = False, stop: threading.Event | None = None) -> Iterator[list[Read]]:
-        """What has come since, in lists that are never empty; decoded as by `Run.events`. Without `follow` it ends where
-        the log ended when the service was opened."""
+        """What has come since, in lists that are never empty; decoded as by `Run.events`. Without `follow` it ends
+        where the log ended when the service was opened."""
         from .run import Decoder
 
         decode = Decoder(self._run.kafka, self._run.topics)

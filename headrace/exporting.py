@@ -31,7 +31,7 @@ def export_command(
     bootstrap: Bootstrap = None,
     config: ConfigOption = None,
 ) -> None:
-    """Write a run's tables as Parquet, one file each: DIR/tokens.parquet, ... A file of an earlier export is replaced."""
+    """Write a run's tables as Parquet, one file each: DIR/tokens.parquet, ... Earlier exports there are replaced."""
     source = opened_run(run, bootstrap, config).snapshot()
     rows = [{"table": made.name, "rows": count, "bytes": file.stat().st_size, "file": str(file)}
             for made, file, count in export(source, folder, only or ())]  # fmt: skip

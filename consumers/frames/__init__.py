@@ -58,7 +58,8 @@ class Table:
 
         schema, found = self.schema, _MAKE[self.name](self._source)
         while some := list(islice(found, _ROWS)):
-            columns = [pa.array([row.get(c.name) for row in some], schema.field(c.name).type) for c in self.spec.columns]
+            columns = [pa.array([row.get(c.name) for row in some], schema.field(c.name).type)
+                       for c in self.spec.columns]  # fmt: skip
             yield pa.RecordBatch.from_arrays(columns, schema=schema)
 
     def reader(self) -> pyarrow.RecordBatchReader:

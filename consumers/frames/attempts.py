@@ -1,7 +1,7 @@
 """Groups and their attempts, one partition at a time: what `groups` says, read in step with `trajectories`.
 
-A closure names the offset that decided it, so the raw events are read just up to there: what is held are the groups that
-are open at that point of the log. Spans are passed over without decoding.
+A closure names the offset that decided it, so the raw events are read just up to there: what is held are the groups
+that are open at that point of the log. Spans are passed over without decoding.
 """
 
 from __future__ import annotations

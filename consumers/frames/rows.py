@@ -209,8 +209,9 @@ def replicas(source: LogSource) -> Iterator[Row]:
 def publications(source: LogSource) -> Iterator[Row]:
     for fact in read_facts(source, FLEET, 0, Failures()):
         if isinstance(event := fact.event, PublicationClock):
-            yield {"version": event.version, "worker": event.worker, "incarnation": event.incarnation,
-                   **{f"{step}_ms": getattr(event, f"{step}_ms") for step in CLOCKS}, "offset": fact.offset}  # fmt: skip
+            clocks = {f"{step}_ms": getattr(event, f"{step}_ms") for step in CLOCKS}
+            yield {"version": event.version, "worker": event.worker, "incarnation": event.incarnation, **clocks,
+                   "offset": fact.offset}  # fmt: skip
 
 
 def evals(source: LogSource) -> Iterator[Row]:

@@ -131,7 +131,7 @@ EPISODES = Spec(
         C("worker", "category", "worker that started it", "", _TRIMMED),
         C("engine", "category", "JSON: fingerprint of the engine", "", _TRIMMED),
         C("started_ms", "int64", "by the worker's clock", "ms since 1970", _TRIMMED),
-        C("ended_ms", "int64", "by the worker's clock", "ms since 1970", "it ended without a last event, or " + _TRIMMED),
+        C("ended_ms", "int64", "by the worker's clock", "ms since 1970", "it has no last event, or " + _TRIMMED),
         C("closed_ms", "int64", "when its group closed", "ms since 1970", "the group is open"),
         *_PLACE,
     ),
@@ -304,8 +304,8 @@ _INTRODUCTION = """# Tables
 
 `open_run(RUN).table(NAME)` is a table of a run as of now; `headrace export RUN DIR` writes each to `DIR/NAME.parquet`.
 They are streamed: `batches()` gives Arrow record batches in bounded memory, `to_arrow()`, `to_pandas()` and
-`to_polars()` the whole. Columns are only ever added. Records that can't be decoded are left out (`headrace ledger` names
-them). This page is made from `consumers/frames/schema.py` by `python -m tests.tables_page`.
+`to_polars()` the whole. Columns are only ever added. Records that can't be decoded are left out (`headrace ledger`
+names them). This page is made from `consumers/frames/schema.py` by `python -m tests.tables_page`.
 
 ```sql
 -- DuckDB, after `headrace export demo out`: which tasks never give a group that can be trained?
@@ -318,8 +318,9 @@ def markdown() -> str:
     """docs/tables.md."""
     out = [_INTRODUCTION]
     for spec in SPECS.values():
-        out += [f"## {spec.name}", "", f"One row: {spec.row}. From {', '.join(f'`{t}`' for t in spec.topics)}; in order "
-                f"of {spec.order}.", "", "| column | dtype | unit | meaning | null |", "|---|---|---|---|---|"]  # fmt: skip
+        topics = ", ".join(f"`{topic}`" for topic in spec.topics)
+        out += [f"## {spec.name}", "", f"One row: {spec.row}. From {topics}; in order of {spec.order}.", ""]
+        out += ["| column | dtype | unit | meaning | null |", "|---|---|---|---|---|"]
         out += [f"| {c.name} | {c.dtype} | {c.unit} | {c.meaning.replace('|', chr(92) + '|')} | {c.null} |"
                 for c in spec.columns] + [""]  # fmt: skip
     return "\n".join(out)

@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing beside itself, for a screen, a phone and paper. Decides the layout alone."""
+"""The page: one HTML file that needs nothing beside itself, for a screen, a phone and paper."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def page(report: Report, against: Report | None = None) -> str:
 
 def _run(report: Report) -> dict[str, Any]:
     bottleneck, advice = headline(report)
+    made = time.strftime("%Y-%m-%d %H:%M", time.localtime(report.made_ms / 1000))
     return {
-        "name": report.run, "model": report.model, "made": time.strftime("%Y-%m-%d %H:%M", time.localtime(report.made_ms / 1000)),
+        "name": report.run, "model": report.model, "made": made,
         "version": report.state.version, "running": report.running, "held_up_by": report.state.held_up_by,
         "bottleneck": bottleneck, "advice": advice, "sections": sections(report), "plots": plots(report),
     }  # fmt: skip

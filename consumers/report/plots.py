@@ -58,7 +58,12 @@ def _readiness(report: Report, axes: Sequence[Axes]) -> bool:
         batches = [one.batch for one in rows]
         axes[0].bar(batches, [one.open_s for one in rows], color="#dddddd", width=0.9)
         axes[0].bar(batches, [one.state_s for one in rows], color=_colour(number), width=0.9, label=state)
-    _label(axes[0], "batch", "seconds", "What held each batch up: its slowest group, and that slot's longest step (coloured)")
+    _label(
+        axes[0],
+        "batch",
+        "seconds",
+        "What held each batch up: its slowest group, and that slot's longest step (coloured)",
+    )
     if states:
         axes[0].legend(ncols=4)
     return bool(found)
@@ -105,7 +110,9 @@ def _reliability(report: Report, axes: Sequence[Axes]) -> bool:
 def _publication(report: Report, axes: Sequence[Axes]) -> bool:
     found = report.transport.deliveries[-5 * NEWEST :]
     timed = [one for one in found if one.latency_s is not None]
-    axes[0].plot([one.version for one in timed], [one.latency_s for one in timed], ".", color=COLOURS[0], label="latency")
+    axes[0].plot(
+        [one.version for one in timed], [one.latency_s for one in timed], ".", color=COLOURS[0], label="latency"
+    )
     paused = [one for one in found if one.pause_s is not None]
     axes[0].plot([one.version for one in paused], [one.pause_s for one in paused], ".", color=COLOURS[5], label="pause")
     axes[0].legend()

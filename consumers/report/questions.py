@@ -217,7 +217,8 @@ def _task(task: str, groups: list[GroupClosed], lost: Counter[str], attempts: Co
 
 # Name, from which clock, to which.
 LEGS = (("fetch", "published", "fetched"), ("decode", "fetched", "decoded"), ("wait for a step", "decoded", "paused"),
-        ("apply", "paused", "applied"), ("resume", "applied", "resumed"), ("first token", "resumed", "first_token"))  # fmt: skip
+        ("apply", "paused", "applied"), ("resume", "applied", "resumed"),
+        ("first token", "resumed", "first_token"))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,9 @@ def log() -> MemoryLog:
     for second in range(3):
         log.append("fleet", 0, Heartbeat("w", "w1", 2, 8, second, True, "{}", counters), at_ms=second)
     log.append("fleet", 0, PublicationClock("w", "w1", 2, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, None))
-    log.append("groups", 0, AttemptEnded(0, b"", 0, "open-one", 0, 0, "w1", "model_success", "stop", "none", 1.0, 4, True,
-                                         {"queue": 5.0, "decode": 20.0}))  # fmt: skip
+    times = {"queue": 5.0, "decode": 20.0}
+    log.append("groups", 0, AttemptEnded(0, b"", 0, "open-one", 0, 0, "w1", "model_success", "stop", "none", 1.0, 4,
+                                         True, times))  # fmt: skip
     log.append("evals", 0, Score("suite", 2, b"\1" * 16, 10, 9, 0.5, 0.1, "{}", "{}", 7))
     return log
 
