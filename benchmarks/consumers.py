@@ -3,7 +3,7 @@ of the same events; and the memory of each over runs of different length.
 
 The bare loop decodes every event and unpacks no column; the table has every token's id, log-probability, version,
 position and origin in Arrow's buffers. Each is a process of its own, taken in turn. Spans have 256 tokens, ids and
-log-probabilities are drawn with the spread of sampled ones. What attached consumers cost a training isn't measured here.
+log-probabilities are drawn with the spread of sampled ones. What consumers cost a training isn't measured here.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from headrace.schemas.codec import decode
 from headrace.schemas.events import Span
 
 
-
 def count_tokens(kafka: Mapping[str, Any], topic: str) -> int:
     """Model and context tokens of all spans of the topic, each event decoded; no column is unpacked."""
     consumer = Consumer({**kafka, "group.id": "bare", "enable.auto.commit": False, "enable.partition.eof": True,
