@@ -1,7 +1,7 @@
 """Where do engines compute other log-probabilities than the model itself, by token position and by engine?
 
-Every token of one version is scored again by a plain forward of that version's weights (a model folder: version 0 is the
-run's own), and compared with the log-probability that its engine reported. A mismatch that grows with the position
+Every token of one version is scored again by a plain forward of that version's weights (a model folder: version 0 is
+the run's own), and compared with the log-probability that its engine reported. A mismatch that grows with the position
 points to the cache or to positions, one at a single engine to that engine's build or dtype.
 
     python examples/mismatch.py RUN [--model FOLDER --version N] (HEADRACE_BOOTSTRAP_SERVERS names the broker)

@@ -15,7 +15,7 @@ from headrace.consumers import Run, open_run
 
 
 def slowest(run: Run, count: int = 5) -> pd.DataFrame:
-    """One row a batch, the longest span first: its span, its last group, that group's slowest slot and its steps (s)."""
+    """One row a batch, the longest span first: its last group, and that group's slowest slot with its steps (s)."""
     groups, episodes, waits = (run.table(name).to_pandas() for name in ("groups", "episodes", "waits"))
     batches = run.table("batches").to_pandas().set_index("batch")
     members = groups[groups["batch"].notna()]
@@ -23,8 +23,8 @@ def slowest(run: Run, count: int = 5) -> pd.DataFrame:
     begun = members.groupby("batch")["opened_ms"].min()
     last = members.sort_values("closed_ms").groupby("batch").last()
     found = pd.DataFrame({
-        "span_s": (batches["decided_ms"] - begun) / 1000, "group": last["id"].astype(str), "task": last["task"].astype(str),
-        "slot": last["held_up_by"],
+        "span_s": (batches["decided_ms"] - begun) / 1000, "group": last["id"].astype(str),
+        "task": last["task"].astype(str), "slot": last["held_up_by"],
     }).dropna(subset=["span_s"])  # fmt: skip
     attempts = episodes[episodes["last"]].set_index(["group", "slot"])["attempt"]
     found["attempts"] = [int(attempts.loc[(row.group, row.slot)]) + 1 for row in found.itertuples()]

@@ -31,9 +31,9 @@ def timings(group: str, slot: int) -> dict[str, float]:
     return {"decode": 100.0, "environment": late if slot else 0.0}
 
 
-def test_the_slowest_batches_are_named_with_the_step_that_held_them_up(kafka: Mapping[str, Any], run_name: str) -> None:
-    run = ScriptedRun(kafka, RunTopics(run_name), scripted_settings(), judge=lambda group, slot, attempt: float(slot == 0),
-                      timings=timings)  # fmt: skip
+def test_the_slowest_batches_are_named_with_what_held_them_up(kafka: Mapping[str, Any], run_name: str) -> None:
+    run = ScriptedRun(kafka, RunTopics(run_name), scripted_settings(), timings=timings,
+                      judge=lambda group, slot, attempt: float(slot == 0))  # fmt: skip
     run.until(3)
     run.close()
     found = slowest_batches.slowest(open_run(run_name, kafka), 10)
@@ -64,13 +64,16 @@ def test_a_scorer_that_contradicts_itself_and_an_answer_that_always_wins_are_fou
 
 
 @pytest.mark.slow
-def test_a_mismatch_is_found_at_its_position_and_engine(kafka: Mapping[str, Any], run_name: str, tmp_path: Path) -> None:
+def test_a_mismatch_is_found_at_its_position_and_engine(
+    kafka: Mapping[str, Any], run_name: str, tmp_path: Path
+) -> None:
     """Real tokens of the built-in engine; what the second "engine" says is off by 0.5 nats from position 32 on."""
     from headrace.producers.engines.hf import HfEngine
 
     model = tiny_model(tmp_path / "model")
-    settings = RunSettings.model_validate({"model": {"path": str(model), "dtype": "float32"},
-                                           "tasks": {"dataset": "chain_sum"}, "rollout": {"group_size": 2}})  # fmt: skip
+    sections = {"model": {"path": str(model), "dtype": "float32"}, "tasks": {"dataset": "chain_sum"},
+                "rollout": {"group_size": 2}}  # fmt: skip
+    settings = RunSettings.model_validate(sections)
     create_run(kafka, RunTopics(run_name), settings)
     engine = HfEngine(str(model), slots=4, max_tokens=96, dtype="float32")
     prompt = [5, 6, 7, 8]
