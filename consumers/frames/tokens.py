@@ -1,21 +1,21 @@
 """The table of tokens: columns straight from the spans' bytes into Arrow's buffers, no row is ever made.
 
-A span's columns are unshuffled into their place in the batch's arrays. The position of a token needs the length of what
+The position of a token needs the length of what
 its span continues: that is kept for attempts that haven't ended, of `KEPT` attempts at most (those of long ago first to
 go), so that attempts which never end take no memory for ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from headrace.schemas.codec import decode, kind_of
-from headrace.schemas.columns import unpack_float32
-from headrace.schemas.errors import UndecodableRecord
-from headrace.schemas.events import EpisodeEnded, Span
+from headrace.schemas.columns import halves, unpack_float32
+from headrace.schemas.errors import RecordError
+from headrace.schemas.events import EpisodeEnded, Span, VersionRun
 from headrace.schemas.outcomes import Source
 from headrace.schemas.topics import TRAJECTORIES
 
@@ -76,9 +76,7 @@ def tokens(source: LogSource, rows: int = ROWS) -> Iterator[Any]:
                 event = decode(record.value)
                 if isinstance(event, Span):
                     event.check()
-            except UndecodableRecord:
-                continue
-            except Exception:  # a span whose columns contradict each other: the ledger names it
+            except RecordError:  # also a span whose columns contradict each other: the ledger names it
                 continue
             assert isinstance(event, Span | EpisodeEnded)
             key = (event.group, event.slot, event.attempt, event.incarnation)
@@ -100,48 +98,72 @@ def _batch(held: list[tuple[int, int, Span]], partition: int, count: int) -> Any
 
     from .schema import TOKENS
 
-    token, version = np.empty(count, np.int32), np.full(count, -1, np.int32)
-    logprob, entropy = np.full(count, np.nan, np.float32), np.full(count, np.nan, np.float32)
-    trainable, within = np.zeros(count, bool), np.empty(count, np.int32)
     names = {name: _Names() for name in ("group", "incarnation", "engine")}
-    per_span: list[tuple[int, ...]] = []
-    at, entropies = 0, False
-    for offset, begin, span in held:
-        end = at + span.count
-        token[at:end] = span.token_ids()
-        within[at:end] = np.arange(begin, begin + span.count, dtype=np.int32)
-        if span.source == Source.MODEL:
-            assert span.logprobs is not None
-            logprob[at:end] = unpack_float32(span.logprobs)
-            runs = span.versions
-            version[at:end] = runs[0].version if len(runs) == 1 else span.version_column()
-            trainable[at:end] = True if span.mask is None else np.frombuffer(span.mask, np.uint8) != 0
-        if span.entropies is not None:
-            entropy[at:end], entropies = unpack_float32(span.entropies), True
-        per_span.append((
-            span.count, names["group"](span.group), span.slot, span.attempt, names["incarnation"](span.incarnation),
-            span.sequence, begin, _SOURCES.index(span.source), span.turn,
-            -1 if span.engine is None else names["engine"](span.engine), offset,
-        ))  # fmt: skip
-        at = end
-    facts = np.array(per_span, np.int64)
+    facts = np.array([(
+        span.count, names["group"](span.group), span.slot, span.attempt, names["incarnation"](span.incarnation),
+        span.sequence, begin, _SOURCES.index(span.source), span.turn,
+        -1 if span.engine is None else names["engine"](span.engine), offset,
+    ) for offset, begin, span in held], np.int64)  # fmt: skip
     counts = facts[:, 0]
     group, slot, attempt, incarnation, sequence, begins, sources, turn, engine = (
         np.repeat(facts[:, i].astype(np.int32), counts) for i in range(1, 10))  # fmt: skip
+    starts = np.cumsum(counts) - counts
+    within = np.arange(count, dtype=np.int32) + np.repeat((facts[:, 6] - starts).astype(np.int32), counts)
+    spans = [span for _, _, span in held]
+    version = _versions(spans)
+    sampled = version >= 0
+    trainable = sampled.copy()
+    entropy: Any = None
+    for at, span in zip(starts.tolist(), spans, strict=True):  # what few spans have
+        if span.mask is not None:
+            trainable[at : at + span.count] &= np.frombuffer(span.mask, np.uint8) != 0
+        if span.entropies is not None:
+            entropy = np.full(count, np.nan, np.float32) if entropy is None else entropy
+            entropy[at : at + span.count] = unpack_float32(span.entropies)
 
     def category(numbers: Any, labels: Any, null: bool = False) -> Any:
         mask = numbers < 0 if null else None
         return pa.DictionaryArray.from_arrays(pa.array(numbers, pa.int32(), mask=mask), pa.array(labels, pa.string()))
 
-    sampled = version >= 0
     columns = {
         "group": category(group, list(names["group"].numbers)), "slot": slot, "attempt": attempt,
         "incarnation": category(incarnation, list(names["incarnation"].numbers)), "sequence": sequence,
         "position": pa.array(within, mask=begins < 0), "source": category(sources, _SOURCES), "turn": turn,
-        "token": token, "logprob": pa.array(logprob, mask=~sampled), "version": pa.array(version, mask=~sampled),
-        "trainable": trainable,
-        "entropy": pa.array(entropy, mask=np.isnan(entropy)) if entropies else pa.nulls(count, pa.float32()),
+        "token": _ids(spans, count), "logprob": pa.array(_logprobs(spans, count), mask=~sampled),
+        "version": pa.array(version, mask=~sampled), "trainable": trainable,
+        "entropy": pa.nulls(count, pa.float32()) if entropy is None else pa.array(entropy, mask=np.isnan(entropy)),
         "engine": category(engine, list(names["engine"].numbers), null=True),
         "partition": np.full(count, partition, np.int32), "offset": np.repeat(facts[:, 10], counts),
     }  # fmt: skip
     return pa.RecordBatch.from_arrays([pa.array(columns[c.name]) for c in TOKENS.columns], schema=TOKENS.arrow())
+
+
+# Columns of many spans at once: their bytes are put together as they lie there, and unpacked in one go.
+
+
+def _ids(spans: Sequence[Span], count: int) -> Any:
+    """int32[count]."""
+    parts = [halves(span.tokens, span.count) for span in spans]
+    ids = np.frombuffer(b"".join([low for low, _ in parts]), "<u2").astype(np.int32)
+    if any(high is not None for _, high in parts):
+        upper = b"".join([high or bytes(2 * span.count) for (_, high), span in zip(parts, spans, strict=True)])
+        ids |= np.frombuffer(upper, "<u2").astype(np.int32) << 16
+    return ids
+
+
+def _logprobs(spans: Sequence[Span], count: int) -> Any:
+    """float32[count]; 0 where a span has none."""
+    out = np.empty((count, 4), np.uint8)
+    for i in range(4):  # a span's first bytes of all values, then all second ones, ...
+        plane = [bytes(span.count) if span.logprobs is None else span.logprobs[i * span.count : (i + 1) * span.count]
+                 for span in spans]  # fmt: skip
+        out[:, i] = np.frombuffer(b"".join(plane), np.uint8)
+    return out.view("<f4")[:, 0]
+
+
+def _versions(spans: Sequence[Span]) -> Any:
+    """int32, one for each token; -1 where no model sampled it."""
+    runs = [(run.version, run.count) for span in spans
+            for run in (span.versions if span.source == Source.MODEL else (VersionRun(-1, span.count),))]  # fmt: skip
+    values = np.array(runs, np.int64).reshape(-1, 2)
+    return np.repeat(values[:, 0].astype(np.int32), values[:, 1])
