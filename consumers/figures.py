@@ -65,7 +65,7 @@ class Figures:
     batch_interval_s: Quantiles | None  # manifest to manifest, while there was room for one
     batch_span_s: Quantiles | None  # from the lease of a batch's oldest group to its manifest
     trainer_wait_s: Quantiles | None  # from the commit of a version to the manifest that follows it
-    trainer_wait_share: float | None  # of the time between first manifest and last commit
+    trainer_wait_share: float | None  # of the time from the first manifest to the newest commit or manifest
     lag: Quantiles | None  # versions between sampling and training, over trained tokens
     tokens_per_s: float | None  # model tokens of closed groups
     rewards: tuple[RewardWindow, ...]
@@ -125,7 +125,8 @@ def _compute(seen: _Seen) -> Figures:
     begin = min(seen.asked, default=None)
     first = min(decided.values(), default=None)
     waits = [max(0, at - committed[n - 1]) / 1000 for n, at in decided.items() if n > 1 and n - 1 in committed]
-    working = (max(committed.values()) - first) / 1000 if first is not None and len(committed) > 1 else 0.0
+    ends = [*committed.values(), *decided.values()]
+    working = (max(ends) - first) / 1000 if first is not None and len(committed) > 1 else 0.0
     tokens = sum(sum(slot.model_tokens for slot in fact.event.slots) for fact in seen.closures)
     last_closure = max((fact.timestamp_ms for fact in seen.closures), default=None)
     return Figures(

@@ -1,67 +1,48 @@
-"""A run opened for reading: its settings, its events, its groups with their fates.
+"""A run opened for reading: its settings, its events, its groups with their fates, its tables, its lineage.
 
 Readers see what is committed, join no consumer group and commit nothing: any number of them may read, and none of them
-changes what the run does. Nothing here needs a broker of its own: the address is given, or in the environment.
+changes what the run does. Nothing here needs a broker of its own: the address is given, or in the environment. Only a
+`Service`, which is asked for by name, keeps its position on the cluster.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Mapping
 from datetime import datetime
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from headrace.schemas.errors import SettingsError, UndecodableRecord
-from headrace.schemas.events import Disposed, Event, GroupClosed, Manifest, SlotFate
-from headrace.schemas.outcomes import Closure, Disposition
+from headrace.schemas.events import Event, Version
 from headrace.schemas.settings import RunSettings
-from headrace.schemas.topics import ALL_TOPICS, BATCHES, GROUPS, RunTopics
+from headrace.schemas.topics import ALL_TOPICS, BATCHES, GROUPS, POLICY, RunTopics
 from headrace.streams.log.clients import check_broker
 from headrace.streams.log.policy import Schemas, open_settings, runs
-from headrace.streams.log.reader import Reader, Record, beginning_offsets, end_offsets, offsets_at
+from headrace.streams.log.reader import (
+    Position,
+    Reader,
+    Record,
+    beginning_offsets,
+    end_offsets,
+    offsets_at,
+    read_backwards,
+)
 
+from .groups import GroupFates, GroupView
+from .selection import FromVersion, Selection, Start
 from .source import Snapshot
+from .stream import Stopped, Stream
+
+if TYPE_CHECKING:
+    from .frames import Table
+    from .lineage import EpisodeFate, TokenOrigin
+    from .service import Service
 
 BOOTSTRAP_VARIABLE = "HEADRACE_BOOTSTRAP_SERVERS"
+_POLL_S = 0.2
 
-Start = Literal["earliest", "latest"] | int | datetime
-"""Where to begin: an end of the log, an offset (in each partition), or a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupView:
-    """A closed group and its fate. `disposition` is None while a candidate waits for the coordinator."""
-
-    id: str
-    partition: int
-    offset: int  # of the closure in `groups`
-    closed_ms: int
-    closure: str
-    disposition: str | None
-    reason: str
-    batch: int | None
-    max_lag: int | None  # versions between sampling and training; None: not in a batch
-    held_up_by: int  # the slot that ended last
-    open_ms: int
-    purpose: str
-    task: str
-    slots: tuple[SlotFate, ...]
-    accounts: Mapping[str, int]
-
-    @property
-    def reward(self) -> float | None:
-        """Mean over the counted slots."""
-        rewards = [slot.reward for slot in self.slots if slot.counted and slot.reward is not None]
-        return sum(rewards) / len(rewards) if rewards else None
-
-
-class _Fate(NamedTuple):
-    disposition: str
-    reason: str
-    batch: int | None
-    max_lag: int | None
+Read = tuple[Record, Event | UndecodableRecord]
 
 
 class Run:
@@ -78,76 +59,155 @@ class Run:
         """Everything that the run's topics hold, as of now."""
         return Snapshot(self.kafka, self.topics)
 
+    # -------------------------------------------------------------------------------------------------- events
+
     def records(self, *topics: str, start: Start = "earliest", follow: bool = False,
-                stop: threading.Event | None = None) -> Iterator[Record]:  # fmt: skip
+                stop: threading.Event | None = None) -> Stream[Record]:  # fmt: skip
         """Committed records of these topics (named without prefix and run), in order within each partition.
 
-        Without `follow` it ends where the log ends now. With it, it goes on until `stop` is set.
+        Without `follow` it ends where the log ends now. With it, it goes on until `stop` is set. Iterate with `for` or
+        `async for`. Raises SettingsError, and while it is iterated DataLossError, LogError.
         """
-        positions: dict[tuple[str, int], int] = {}
-        ends: dict[tuple[str, int], int] = {}
+        _check_topics(topics)
+        return Stream(lambda stopped: self._read(topics, start, follow, stopped), stop)
+
+    def events(self, *topics: str, start: Start = "earliest", follow: bool = False, stop: threading.Event | None = None,
+               group: str | None = None, episode: str | None = None, version: int | None = None,
+               kinds: type | tuple[type, ...] = ()) -> Stream[Read]:  # fmt: skip
+        """As `records` (without topics: of all), decoded, and only those that `Selection` describes.
+
+        Where nothing is selected, a record that can't be decoded is handed out with the error that says why: it is a
+        fact too.
+        """
+        topics = topics or ALL_TOPICS
+        _check_topics(topics)
+        wanted = Selection.of(group=group, episode=episode, version=version, kinds=kinds)
+
+        def read(stopped: Stopped) -> Generator[list[Read], None, None]:
+            decode = Decoder(self.kafka, self.topics, wanted)
+            for batch in self._read(topics, start, follow, stopped):
+                yield decode(batch)
+
+        return Stream(read, stop)
+
+    def groups(self, *, follow: bool = False, stop: threading.Event | None = None) -> Stream[GroupView]:
+        """Closed groups, each once: when its fate is known. Without `follow`, candidates that still wait come last."""
+
+        def read(stopped: Stopped) -> Generator[list[GroupView], None, None]:
+            decode, fates = Decoder(self.kafka, self.topics), GroupFates()
+            for batch in self._read((GROUPS, BATCHES), "earliest", follow, stopped):
+                yield [view for record, event in decode(batch) if not isinstance(event, UndecodableRecord)
+                       for view in fates.feed(record, event)]  # fmt: skip
+            yield fates.waiting()
+
+        return Stream(read, stop)
+
+    def service(self, name: str, *topics: str, start: Start = "earliest", exactly_once: bool = False) -> Service:
+        """A reader that remembers where it was, under this name: see `Service` for what it promises."""
+        from .service import Service
+
+        _check_topics(topics)
+        return Service(self, name, topics, start=start, exactly_once=exactly_once)
+
+    # ------------------------------------------------------------------------------------------- tables and lineage
+
+    def table(self, name: str) -> Table:
+        """One of the tables of docs/tables.md, as of now. Raises SettingsError for another name, or where the extra
+        `frames` is not installed."""
+        from .frames import open_table
+
+        return open_table(self.snapshot(), name)
+
+    def trace_token(self, group: str, slot: int, index: int) -> TokenOrigin:
+        """Where the `index`-th token (from 0, context included) of a candidate's counted episode comes from: the event
+        that brought it, with its record, worker and engine. See `lineage.trace_token`."""
+        from .lineage import trace_token
+
+        return trace_token(self.snapshot(), group, slot, index)
+
+    def trace_episode(self, group: str, slot: int) -> EpisodeFate:
+        """What an episode fed: its attempts, its group's closure, the batches and versions. See
+        `lineage.trace_episode`."""
+        from .lineage import trace_episode
+
+        return trace_episode(self.snapshot(), group, slot)
+
+    # ------------------------------------------------------------------------------------------------- positions
+
+    def positions(self, topics: tuple[str, ...], start: Start) -> tuple[dict[Position, int], dict[Position, int]]:
+        """(where to begin, where the log ends now), by the whole name of the topic and partition."""
+        begin: dict[Position, int] = {}
+        ends: dict[Position, int] = {}
+        if isinstance(start, FromVersion):
+            version = self._version(start.version)
         for topic in topics:
-            if topic not in ALL_TOPICS:
-                raise SettingsError(f"a run has no topic {topic!r}: use one of {', '.join(ALL_TOPICS)}")
             name = self.topics.name(topic)
             first, last = beginning_offsets(self.kafka, name), end_offsets(self.kafka, name)
+            strict = False  # whether a position that is deleted is an error
             match start:
                 case "earliest":
-                    begin = first
+                    at = first
                 case "latest":
-                    begin = last
+                    at = last
                 case int():
-                    begin = dict.fromkeys(first, start)
+                    at = dict.fromkeys(first, start)
                 case datetime():
-                    begin = offsets_at(self.kafka, name, int(start.timestamp() * 1000))
+                    at = offsets_at(self.kafka, name, int(start.timestamp() * 1000))
+                case FromVersion():
+                    record, event = version
+                    own = {POLICY: record.offset, BATCHES: event.batch_offset if event.version else first[0]}
+                    at = {0: own[topic]} if topic in own else offsets_at(self.kafka, name, event.committed_ms)
+                case _:
+                    at = {p: start.get((topic, p), first[p]) for p in first}
+                    strict = True
             for p, end in last.items():
-                positions[name, p] = max(first[p], min(end, begin[p]))
+                begin[name, p] = at[p] if strict else max(first[p], min(end, at[p]))
                 ends[name, p] = end
+        return begin, ends
+
+    def _version(self, number: int) -> tuple[Record, Version]:
+        schemas = Schemas(self.kafka, self.topics)
+        for record in read_backwards(self.kafka, self.topics.name(POLICY), 0):
+            event = schemas.decode(record.value)
+            if isinstance(event, Version) and event.version == number:
+                return record, event
+        raise SettingsError(f"run {self.name!r} has no version {number}: `headrace show {self.name} versions` lists "
+                            "those that it has")  # fmt: skip
+
+    def _read(self, topics: tuple[str, ...], start: Start, follow: bool, stopped: Stopped
+              ) -> Generator[list[Record], None, None]:  # fmt: skip
+        positions, ends = self.positions(topics, start)
         with Reader(self.kafka, positions) as reader:
-            while not (stop is not None and stop.is_set()):
+            while not stopped():
                 if not follow and all(reader.positions[place] >= end for place, end in ends.items()):
                     return
-                for record in reader.poll(timeout_s=0.2):
-                    if follow or record.offset < ends[record.topic, record.partition]:
-                        yield record
+                records = reader.poll(timeout_s=_POLL_S)
+                yield records if follow else [r for r in records if r.offset < ends[r.topic, r.partition]]
 
-    def events(self, *topics: str, start: Start = "earliest", follow: bool = False,
-               stop: threading.Event | None = None) -> Iterator[tuple[Record, Event | UndecodableRecord]]:  # fmt: skip
-        """As `records`, decoded. One that can't be is handed out with the error that says why: it is a fact too."""
-        schemas = Schemas(self.kafka, self.topics)
-        for record in self.records(*topics, start=start, follow=follow, stop=stop):
+
+class Decoder:
+    """Records of a run as events, those that are wanted. A key that can't be a wanted one spares the decoding."""
+
+    def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, wanted: Selection | None = None) -> None:
+        self._schemas, self._topics, self._wanted = Schemas(kafka, topics), topics, wanted or Selection()
+        self._keys = {topics.name(topic): self._wanted.key(topic) for topic in ALL_TOPICS}
+
+    def __call__(self, records: list[Record]) -> list[Read]:
+        out: list[Read] = []
+        for record in records:
+            key = self._keys[record.topic]
+            if key is not None and record.key is not None and record.key != key:
+                continue
             try:
-                yield record, schemas.decode(record.value)
+                event = self._schemas.decode(record.value)
             except UndecodableRecord as error:
-                place = (self.topics.short(record.topic), record.partition, record.offset)
-                yield record, UndecodableRecord(str(error), *place)
-
-    def groups(self, *, follow: bool = False, stop: threading.Event | None = None) -> Iterator[GroupView]:
-        """Closed groups, each once: when its fate is known. Without `follow`, candidates that still wait come last."""
-        waiting: dict[str, GroupView] = {}
-        early: dict[str, _Fate] = {}  # read before their closures
-        schemas = Schemas(self.kafka, self.topics)
-        for record in self.records(GROUPS, BATCHES, follow=follow, stop=stop):
-            event = schemas.decode(record.value)
-            fates: dict[str, _Fate] = {}
-            if isinstance(event, GroupClosed):
-                view = _view(record, event)
-                if event.closure != Closure.CANDIDATE:
-                    yield view
-                    continue
-                waiting[event.group] = view
-                if event.group in early:
-                    fates = {event.group: early.pop(event.group)}
-            elif isinstance(event, Manifest):
-                fates = {ref.group: _Fate(Disposition.BATCHED, "", event.batch, ref.max_lag) for ref in event.groups}
-            elif isinstance(event, Disposed):
-                fates = {event.group: _Fate(event.disposition, event.reason, None, None)}
-            for group, fate in fates.items():
-                if group in waiting:
-                    yield replace(waiting.pop(group), **fate._asdict())
-                else:
-                    early[group] = fate
-        yield from waiting.values()
+                if self._wanted.everything:
+                    place = (self._topics.short(record.topic), record.partition, record.offset)
+                    out.append((record, UndecodableRecord(str(error), *place)))
+                continue
+            if self._wanted.wants(event):
+                out.append((record, event))
+        return out
 
 
 def open_run(run: str, kafka: Mapping[str, Any] | None = None, prefix: str = "headrace") -> Run:
@@ -173,21 +233,7 @@ def _kafka(kafka: Mapping[str, Any] | None) -> Mapping[str, Any]:
     raise SettingsError(f"no address of a Kafka broker: pass `kafka`, or set {BOOTSTRAP_VARIABLE}")
 
 
-def _view(record: Record, event: GroupClosed) -> GroupView:
-    final = None if event.closure == Closure.CANDIDATE else event.closure
-    place = (record.partition, record.offset, record.timestamp_ms)
-    return GroupView(
-        event.group,
-        *place,
-        event.closure,
-        final,
-        "",
-        None,
-        None,
-        event.held_up_by,
-        event.open_ms,
-        event.purpose,
-        event.task,
-        event.slots,
-        event.accounts,
-    )
+def _check_topics(topics: tuple[str, ...]) -> None:
+    for topic in topics:
+        if topic not in ALL_TOPICS:
+            raise SettingsError(f"a run has no topic {topic!r}: use one of {', '.join(ALL_TOPICS)}")

@@ -24,7 +24,7 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.topics import RunTopics
 
-from . import accounting, changing, reading, removing
+from . import accounting, changing, exporting, reading, removing, reporting
 from .settings import describe, kafka_config, load_config, load_site
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ reading.register(app)
 accounting.register(app)
 changing.register(app)
 removing.register(app)
+exporting.register(app)
+reporting.register(app)
 
 ConfigArgument = Annotated[Path, typer.Argument(help="TOML file with the run's settings", metavar="CONFIG")]
 Json = Annotated[bool, typer.Option("--json", help="for programs")]

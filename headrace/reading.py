@@ -21,7 +21,8 @@ import typer
 from headrace.consumers.facts import Fact
 from headrace.consumers.figures import Figures, Quantiles, figures
 from headrace.consumers.letters import DeadLetters, dead_letters
-from headrace.consumers.run import Run, Start, list_runs, open_run
+from headrace.consumers.run import Run, list_runs, open_run
+from headrace.consumers.selection import Start
 from headrace.consumers.state import State, state
 from headrace.consumers.tables import KINDS, Row, read_small
 from headrace.consumers.waits import Waits

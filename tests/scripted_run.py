@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from headrace.create import create_run
 from headrace.schemas import delta
 from headrace.schemas.chain import Chain
 from headrace.schemas.codec import decode, encode
-from headrace.schemas.events import Event, GroupCount, Heartbeat, Lease, Manifest, Publication, Version
+from headrace.schemas.events import EpisodeEnded, Event, GroupCount, Heartbeat, Lease, Manifest, Publication, Version
 from headrace.schemas.hashes import digest
 from headrace.schemas.outcomes import Outcome
 from headrace.schemas.settings import RunSettings
@@ -63,6 +63,7 @@ class ScriptedRun:
     settings: RunSettings
     judge: Judge = judge_mixed
     extra: Callable[[ScriptedRun, Lease], None] | None = None  # called before each lease is run
+    timings: Callable[[str, int], dict[str, float]] | None = None  # group, slot -> what an attempt's end says
     capacity: int = 8
     version: int = -1
     leases: list[Lease] = field(default_factory=list)
@@ -143,6 +144,8 @@ class ScriptedRun:
             script = Script(lease.group, one.slot, one.attempt, self.incarnation, max(0, self.version))
             reward = self.judge(lease.group, one.slot, one.attempt)
             for event in script.whole(reward, Outcome.INFRA_FAILURE if reward is None else None):
+                if self.timings is not None and isinstance(event, EpisodeEnded):
+                    event = replace(event, timings_ms=self.timings(lease.group, one.slot))
                 self.send(TRAJECTORIES, lease.group, event)
 
     def _commit(self, manifest: Manifest | None, value: bytes, offset: int) -> None:

@@ -74,6 +74,7 @@ class _Group:
     lease: Lease
     opened: int
     spans: dict[tuple[int, int], list[tuple[int, Span]]] = field(default_factory=dict)
+    offsets: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # of all events
     ends: dict[tuple[int, int], EpisodeEnded] = field(default_factory=dict)
 
 
@@ -185,6 +186,7 @@ class SyntheticRun:
         placed = [(self._event(group, event), event) for event in events]
         if not foreign:
             self.groups[group].spans[slot, attempt] = [(o, e) for o, e in placed if isinstance(e, Span)]
+            self.groups[group].offsets[slot, attempt] = tuple(o for o, _ in placed)
             self.groups[group].ends[slot, attempt] = ended
 
     def span(self, identity: tuple[str, int, int, str], sequence: int, tokens: int = TOKENS) -> Span:
@@ -281,7 +283,7 @@ class SyntheticRun:
                         ended.reward,
                         1.0,
                         tuple(payload_span(s) for _, s in spans),
-                        tuple(o for o, _ in spans),
+                        held.offsets[slot, attempt],
                     )
                 )
         payload = GroupPayload(group, held.lease.task, tuple(episodes))

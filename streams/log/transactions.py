@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from confluent_kafka import KafkaError, KafkaException, Message
+from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 
 from headrace.schemas.errors import Fenced, HeadraceError, LogError, RecordTooLarge
 from headrace.schemas.topics import RECORD_BYTES
@@ -49,6 +49,14 @@ class Output:
     headers: tuple[tuple[str, bytes], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Consumed:
+    """Positions that become those of a consumer group with a transaction, if it commits."""
+
+    positions: Sequence[TopicPartition]
+    group: object  # `Consumer.consumer_group_metadata()`
+
+
 Send = Callable[[Sequence[Output]], list[int]]
 
 
@@ -75,8 +83,8 @@ class Transactor:
         self._producer = transactional_producer(config, transactional_id, transaction_timeout_s, record_bytes)
         self._insist(self._producer.init_transactions, "its id could not be taken over")
 
-    def commit(self, build: Callable[[Send], T]) -> T:
-        """One transaction of what `build` sends; returns what it returned, committed.
+    def commit(self, build: Callable[[Send], T], consumed: Consumed | None = None) -> T:
+        """One transaction of what `build` sends, and of `consumed`; returns what `build` returned, committed.
 
         `build(send)` calls `send(outputs)` as often as it likes and gets the offsets of those records, in order, with
         which it may build the next ones. It may be called several times and only the last one's records count, so it
@@ -88,9 +96,12 @@ class Transactor:
             if self._dead is not None:
                 raise self._dead
             try:
-                # 1. Begin; 2. send, which waits until each record has an offset; 3. commit.
+                # 1. Begin; 2. send, which waits until each record has an offset; 3. the positions, if any; 4. commit.
                 self._call(self._producer.begin_transaction)
                 built = build(self._send)
+                if consumed is not None:
+                    self._insist(lambda left_s: self._producer.send_offsets_to_transaction(
+                        list(consumed.positions), consumed.group, left_s), "its positions were not taken")  # fmt: skip
                 self._insist(self._producer.commit_transaction, "the commit's outcome is unknown")
                 return built
             except _Abort as abort:

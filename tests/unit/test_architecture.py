@@ -22,7 +22,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "consumers": {"schemas", "streams.log"},
     "headrace": {"schemas", "streams", "producers", "trainer", "consumers"},
 }
-HEAVY = {"torch", "transformers", "ray", "vllm", "accelerate", "safetensors", "gguf", "pandas", "pyarrow"}
+HEAVY = {"torch", "transformers", "ray", "vllm", "accelerate", "safetensors", "gguf", "pandas", "pyarrow", "polars",
+         "matplotlib", "jinja2"}
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 
 

@@ -42,7 +42,7 @@ def test_times_follow_from_leases_manifests_and_commits() -> None:
     assert found.batch_span_s == quantiles([2.0, 3.0, 8.0])
     # Batch 2 was there before version 1 was committed; batch 3 came 1 s after version 2.
     assert found.trainer_wait_s == quantiles([0.0, 1.0])
-    assert found.trainer_wait_share == pytest.approx(1.0 / 5.0)
+    assert found.trainer_wait_share == pytest.approx(1.0 / 6.0)
     assert (found.version, found.published, found.batches) == (2, 2, 3)
 
 

@@ -1,0 +1,74 @@
+"""The report of a run: six questions on one page, each with its verdict, figures and a plot.
+
+`gather` reads the log once and holds every number; `sections` says in words what they mean; `page` lays it out. The
+command line's `--json` are the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.schemas.settings import RunSettings
+from headrace.schemas.topics import EVALS
+
+from ..facts import Failures, read_facts
+from ..figures import Figures, figures
+from ..ledger import Ledger, audit
+from ..letters import dead_letters
+from ..source import LogSource
+from ..state import State, state
+from ..tables import read_small
+from .questions import (
+    Alignment,
+    Freshness,
+    Reliability,
+    Suite,
+    Transport,
+    alignment,
+    evaluation,
+    freshness,
+    reliability,
+    transport,
+)
+
+__all__ = ["Report", "gather"]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that the page shows, as of one moment."""
+
+    run: str
+    model: str
+    made_ms: int
+    state: State
+    figures: Figures
+    freshness: Freshness
+    alignment: Alignment
+    reliability: Reliability
+    transport: Transport
+    evaluation: tuple[Suite, ...]
+    ledger: Ledger
+
+    @property
+    def begun(self) -> bool:
+        return self.figures.elapsed_s is not None
+
+    @property
+    def running(self) -> bool:
+        """Whether any worker is alive."""
+        return bool(self.state.alive)
+
+
+def gather(source: LogSource, settings: RunSettings, now_ms: int) -> Report:
+    """Reads all of the run's small topics, and the raw events for the ledger."""
+    facts = read_small(source)
+    ledger = audit(source)
+    scores = [fact.event for fact in read_facts(source, EVALS, 0, Failures())]
+    stale = sum(n for (_, disposition), n in ledger.groups.items() if disposition == "stale")
+    return Report(
+        run=source.run, model=settings.model.path, made_ms=now_ms,
+        state=state(facts, settings, now_ms, dead_letters(source).count), figures=figures(facts),
+        freshness=freshness(facts, stale), alignment=alignment(facts), reliability=reliability(facts),
+        transport=transport(facts), evaluation=evaluation(scores), ledger=ledger,
+    )  # fmt: skip

@@ -1,0 +1,307 @@
+"""The figures behind the six questions that `figures` and the ledger don't have: policy freshness, numerical alignment,
+environment reliability, weight publication, evaluation.
+
+Pure folds over records of the small topics. What the log can't support is None, never 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headrace.schemas.columns import unpack_float32, unpack_int32
+from headrace.schemas.events import (
+    AttemptEnded,
+    GroupClosed,
+    Manifest,
+    Publication,
+    PublicationClock,
+    Score,
+    Version,
+)
+from headrace.schemas.outcomes import Closure, Outcome, Purpose
+
+from ..facts import Fact
+from ..figures import Quantiles, quantiles
+
+INACTIVE = 0.02  # a staleness rule whose weights all lie so near to 1 changes nothing (DESIGN, section 6)
+
+
+# ------------------------------------------------------------------------------------------------ policy freshness
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFreshness:
+    """Means over the batch's model tokens. Drift in nats squared, None where none is known."""
+
+    batch: int
+    tokens: int
+    lag_mean: float
+    lag_max: int
+    drift_mean: float | None
+    drift_max: float | None
+    weight_mean: float
+    masked: float  # share of tokens that the coordinator gave weight 0
+
+
+@dataclass(frozen=True, slots=True)
+class Freshness:
+    batches: tuple[BatchFreshness, ...]
+    drift: Quantiles | None  # over all tokens of manifests with a known drift
+    weights: Quantiles | None  # over all tokens of manifests
+    masked_tokens: int  # with weight 0
+    stale_groups: int  # disposed of as stale
+
+    @property
+    def rule_active(self) -> bool:
+        """Whether any staleness weight differs from 1 by more than 2 %."""
+        return any(batch.weight_mean < 1 - INACTIVE or batch.masked > 0 for batch in self.batches)
+
+
+def freshness(facts: Iterable[Fact[Any]], stale_groups: int) -> Freshness:
+    batches, weights, drifts, masked = [], list[Any](), list[Any](), 0
+    for fact in facts:
+        if not isinstance(event := fact.event, Manifest):
+            continue
+        counts, weight = unpack_int32(event.segment_count), unpack_float32(event.segment_weight).astype(np.float64)
+        lag = event.target - unpack_int32(event.segment_version)
+        drift = unpack_float32(event.segment_drift).astype(np.float64)
+        tokens, known = int(counts.sum()), np.isfinite(drift)
+        if not tokens:
+            continue
+        zero = int(counts[weight <= 0].sum())
+        masked += zero
+        weights.append(np.repeat(weight, counts))
+        drifts.append(np.repeat(drift[known], counts[known]))
+        with_drift = int(counts[known].sum())
+        batches.append(BatchFreshness(
+            event.batch, tokens, float(counts @ lag / tokens), int(lag.max()),
+            float(counts[known] @ drift[known] / with_drift) if with_drift else None,
+            float(drift[known].max()) if with_drift else None, float(counts @ weight / tokens), zero / tokens,
+        ))  # fmt: skip
+    return Freshness(tuple(batches), quantiles(np.concatenate(drifts)) if drifts else None,
+                     quantiles(np.concatenate(weights)) if weights else None, masked, stale_groups)  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------- numerical alignment
+
+
+@dataclass(frozen=True, slots=True)
+class VersionAlignment:
+    """|trainer's minus engine's log-probability| in nats, over the batch's tokens that its target version sampled."""
+
+    version: int
+    mean: float | None
+    max: float | None
+    tokens: int
+    ess: float | None  # effective sample size of the importance weights, as a share of the tokens
+    rho: float  # RMS change of log-probability by this version's step, nats
+    bias: float | None  # mean importance ratio minus 1, before correction
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    versions: tuple[VersionAlignment, ...]
+    mean: float | None  # over all those tokens
+    worst: VersionAlignment | None  # by `max`
+
+    @property
+    def tokens(self) -> int:
+        return sum(one.tokens for one in self.versions)
+
+
+def alignment(facts: Iterable[Fact[Any]]) -> Alignment:
+    rows = []
+    for fact in facts:
+        if isinstance(event := fact.event, Version) and event.version:
+            told = event.metrics
+            rows.append(VersionAlignment(event.version, told.get("mismatch_mean"), told.get("mismatch_max"),
+                                         int(told.get("mismatch_tokens", 0)), told.get("ess"), event.rho,
+                                         told["ratio_mean"] - 1 if "ratio_mean" in told else None))  # fmt: skip
+    known = [row for row in rows if row.mean is not None and row.tokens]
+    tokens = sum(row.tokens for row in known)
+    mean = sum((row.mean or 0.0) * row.tokens for row in known) / tokens if tokens else None
+    return Alignment(tuple(rows), mean, max(known, key=lambda row: row.max or 0.0, default=None))
+
+
+# ----------------------------------------------------------------------------------------- environment reliability
+
+
+@dataclass(frozen=True, slots=True)
+class TaskHealth:
+    """One task over its closed groups for training. `reward` is the mean over counted episodes."""
+
+    task: str
+    groups: int
+    episodes: int
+    reward: float | None
+    successes: int
+    uniform: int  # groups without a difference between siblings
+    lost: int  # attempts that the infrastructure lost
+    attempts: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reliability:
+    outcomes: dict[str, int]  # attempts by outcome
+    failures: dict[str, int]  # attempts that are no success, by "boundary: reason"
+    lost_by_boundary: dict[str, int]  # infrastructure's and unknown ones
+    retried: int  # attempts beyond the first of a slot
+    without_verdict: int  # attempts whose scorer gave none
+    tasks: tuple[TaskHealth, ...]  # most groups first
+
+    @property
+    def attempts(self) -> int:
+        return sum(self.outcomes.values())
+
+    @property
+    def lost(self) -> int:
+        return sum(self.lost_by_boundary.values())
+
+    @property
+    def hopeless(self) -> list[TaskHealth]:
+        """At least two groups, and no success in any."""
+        return [task for task in self.tasks if task.groups > 1 and task.episodes and not task.successes]
+
+    @property
+    def trivial(self) -> list[TaskHealth]:
+        """At least two groups, and nothing but successes."""
+        return [task for task in self.tasks if task.groups > 1 and task.successes == task.episodes > 0]
+
+
+def reliability(facts: Sequence[Fact[Any]]) -> Reliability:
+    outcomes: Counter[str] = Counter()
+    failures: Counter[str] = Counter()
+    boundaries: Counter[str] = Counter()
+    lost, attempts = Counter[str](), Counter[str]()  # by group
+    retried = silent = 0
+    for fact in facts:
+        if not isinstance(event := fact.event, AttemptEnded) or event.reason == "surplus":
+            continue  # a reserve that was not needed has not failed
+        outcomes[event.outcome] += 1
+        attempts[event.group] += 1
+        retried += event.attempt > 0
+        silent += event.boundary == "scorer"
+        if event.outcome != Outcome.MODEL_SUCCESS:
+            failures[f"{event.boundary}: {event.reason}"] += 1
+        if event.outcome in (Outcome.INFRA_FAILURE, Outcome.UNKNOWN):
+            boundaries[event.boundary] += 1
+            lost[event.group] += 1
+    tasks: dict[str, list[GroupClosed]] = defaultdict(list)
+    for fact in facts:
+        if isinstance(event := fact.event, GroupClosed) and event.purpose == Purpose.TRAIN:
+            tasks[event.task].append(event)
+    rows = [_task(task, groups, lost, attempts) for task, groups in tasks.items()]
+    return Reliability(dict(outcomes), dict(failures.most_common()), dict(boundaries.most_common()), retried, silent,
+                       tuple(sorted(rows, key=lambda row: (-row.groups, row.task))))  # fmt: skip
+
+
+def _task(task: str, groups: list[GroupClosed], lost: Counter[str], attempts: Counter[str]) -> TaskHealth:
+    counted = [slot for group in groups for slot in group.slots if slot.counted]
+    rewards = [slot.reward for slot in counted if slot.reward is not None]
+    return TaskHealth(
+        task, len(groups), len(counted), sum(rewards) / len(rewards) if rewards else None,
+        sum(slot.outcome == Outcome.MODEL_SUCCESS for slot in counted),
+        sum(group.closure == Closure.ZERO_VARIANCE or group.flagged == "zero_variance" for group in groups),
+        sum(lost[group.group] for group in groups), sum(attempts[group.group] for group in groups),
+        sum(sum(group.accounts.values()) for group in groups),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- weight publication
+
+# Name, from which clock, to which.
+LEGS = (("fetch", "published", "fetched"), ("decode", "fetched", "decoded"), ("wait for a step", "decoded", "paused"),
+        ("apply", "paused", "applied"), ("resume", "applied", "resumed"),
+        ("first token", "resumed", "first_token"))  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One version at one replica. Seconds; a leg whose clocks are missing is left out."""
+
+    version: int
+    worker: str
+    legs: dict[str, float]
+    latency_s: float | None  # from publication to the weights in place
+    pause_s: float | None  # decoding stood still
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    deliveries: tuple[Delivery, ...]
+    legs: dict[str, Quantiles]
+    latency_s: Quantiles | None
+    pause_s: Quantiles | None
+    commit_to_publication_s: Quantiles | None
+    sizes: dict[int, int]  # bytes by version
+    kinds: dict[str, int]  # publications by kind
+    changed: Quantiles | None  # share of elements that a delta changes
+
+
+def transport(facts: Sequence[Fact[Any]]) -> Transport:
+    deliveries, sizes, kinds, changed = [], Counter[int](), Counter[str](), []
+    committed = {f.event.version: f.event.committed_ms for f in facts if isinstance(f.event, Version)}
+    late = []
+    for fact in facts:
+        event = fact.event
+        if isinstance(event, PublicationClock):
+            deliveries.append(_delivery(event))
+        elif isinstance(event, Publication):
+            sizes[event.version] += event.size
+            kinds[event.kind] += 1
+            if event.kind == "delta" and event.elements:
+                changed.append(event.changed / event.elements)
+            if event.version in committed:
+                late.append(max(0, event.published_ms - committed[event.version]) / 1000)
+    found = {name: quantiles([one.legs[name] for one in deliveries if name in one.legs]) for name, _, _ in LEGS}
+    return Transport(
+        tuple(deliveries), {name: value for name, value in found.items() if value},
+        quantiles([one.latency_s for one in deliveries if one.latency_s is not None]),
+        quantiles([one.pause_s for one in deliveries if one.pause_s is not None]),
+        quantiles(late), dict(sizes), dict(kinds), quantiles(changed),
+    )  # fmt: skip
+
+
+def _delivery(event: PublicationClock) -> Delivery:
+    def between(begin: str, end: str) -> float | None:
+        first, last = getattr(event, f"{begin}_ms"), getattr(event, f"{end}_ms")
+        return None if first is None or last is None else max(0.0, last - first) / 1000
+
+    legs = {name: value for name, begin, end in LEGS if (value := between(begin, end)) is not None}
+    return Delivery(event.version, event.worker, legs, between("published", "applied"), between("paused", "resumed"))
+
+
+# ------------------------------------------------------------------------------------------------------ evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """Scores of one suite, by version."""
+
+    name: str
+    scores: tuple[Score, ...]
+
+    @property
+    def rise(self) -> float | None:
+        """Newest minus oldest version's score; None with only one."""
+        return self.scores[-1].mean - self.scores[0].mean if len(self.scores) > 1 else None
+
+    @property
+    def rise_error(self) -> float | None:
+        """Standard error of that difference, the two taken as independent."""
+        first, last = self.scores[0], self.scores[-1]
+        return float(np.hypot(first.standard_error, last.standard_error)) if len(self.scores) > 1 else None
+
+
+def evaluation(scores: Iterable[Score]) -> tuple[Suite, ...]:
+    suites: dict[str, list[Score]] = defaultdict(list)
+    for score in scores:
+        suites[score.suite].append(score)
+    return tuple(Suite(name, tuple(sorted(found, key=lambda s: (s.version, s.evaluated_ms))))
+                 for name, found in suites.items())  # fmt: skip
