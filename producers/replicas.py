@@ -65,16 +65,17 @@ class _Entry:
     fenced_until: float = 0.0
     running: dict[int, asyncio.Timeout] = field(default_factory=dict)  # by ticket: each wait for a token
     checking: asyncio.Task[None] | None = None
+    checked: asyncio.Event = field(default_factory=asyncio.Event)  # once
 
 
-Admit = Callable[[Replica, ReplicaHealth], Awaitable[None]]
+Admit = Callable[[Replica, ReplicaHealth], Awaitable[ReplicaHealth]]
 
 
 class Pool:
     """Several replicas as one; offers `Replica` itself. All methods on one loop; `start` first.
 
-    `admit(replica, health)` is called after each health check and may bring a replica up to date; ReplicaLost keeps it
-    fenced.
+    `admit(replica, health)` is called after each health check; it may bring a replica up to date, and returns its
+    health then. ReplicaLost keeps it fenced.
     """
 
     name = "pool"
@@ -206,7 +207,7 @@ class Pool:
         """Check every replica once, and go on doing so."""
         for replica in self._given:
             self.add(replica)
-        await asyncio.gather(*(self._check(entry) for entry in self._entries.values()))
+        await asyncio.gather(*(entry.checked.wait() for entry in self._entries.values()))
 
     def add(self, replica: Replica) -> None:
         """A replica takes requests from its first good health check on."""
@@ -275,10 +276,11 @@ class Pool:
 
     async def _check_for_ever(self, entry: _Entry) -> None:
         while True:
+            await self._check(entry)
+            entry.checked.set()
             # One that is gone for good is asked less often.
             slower = 1 if entry.failed_checks < self._limits.failed_checks else 10
             await asyncio.sleep(self._limits.check_every_s * slower)
-            await self._check(entry)
 
     async def _check(self, entry: _Entry) -> None:
         name = entry.replica.name
@@ -286,8 +288,7 @@ class Pool:
             async with asyncio.timeout(self._limits.check_s):
                 health = await entry.replica.health()
             if self._admit is not None:
-                await self._admit(entry.replica, health)
-                health = replace(health, serving=True)
+                health = await self._admit(entry.replica, health)
             if not health.serving:
                 raise ReplicaLost(f"replica {name} takes no requests")
         except Exception as error:  # whatever a replica does must not end its checks

@@ -289,9 +289,10 @@ def test_a_replica_that_is_not_admitted_stays_fenced() -> None:
     both = [Scripted("a"), Scripted("b")]
     both[1].version = 4
 
-    async def admit(replica: Any, health: ReplicaHealth) -> None:
+    async def admit(replica: Any, health: ReplicaHealth) -> ReplicaHealth:
         if health.version != 4:
             raise ReplicaLost(f"it serves version {health.version}, not 4")
+        return health
 
     async def body(pool: Pool) -> None:
         steps = await collect(pool, request())
