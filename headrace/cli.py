@@ -28,6 +28,8 @@ from . import accounting, reading
 from .settings import describe, kafka_config, load_config, load_site
 
 if TYPE_CHECKING:
+    from headrace.schemas.settings import RunSettings
+
     from .broker import Broker
 
 WRONG_USE = (SettingsError, RunNotFound, RunConflict, ModelError, NotAnnounced)
@@ -62,12 +64,21 @@ def run(
     if print_settings:
         _print_settings([*describe(loaded.settings), *describe(loaded.site, "site.")], as_json)
         return
+    _name_idle(loaded.settings)
     check_model(loaded.settings)
     kafka = kafka_config(loaded.site, start=True)
     new = create_run(kafka, loaded.topics, loaded.settings)
     say(f"run {loaded.run}: {'created' if new else 'resumed'} on {kafka['bootstrap.servers']}")
     Supervisor(kafka, loaded.topics, loaded.site, loaded.file, say, stop_at=stop_at,
                no_progress_s=loaded.settings.rollout.no_progress_s).run()  # fmt: skip
+
+
+def _name_idle(settings: RunSettings) -> None:
+    """Say on standard error which settings can't act in their combination."""
+    from headrace.trainer.combinations import idle
+
+    for sentence in idle(settings):
+        print(f"headrace: {sentence}", file=sys.stderr)
 
 
 def _print_settings(rows: list[tuple[str, object, str]], as_json: bool) -> None:
@@ -84,6 +95,7 @@ def create(config: ConfigArgument, as_json: Json = False) -> None:
     from .create import check_model, create_run
 
     loaded = load_config(config)
+    _name_idle(loaded.settings)
     check_model(loaded.settings)
     kafka = kafka_config(loaded.site, start=True)
     new = create_run(kafka, loaded.topics, loaded.settings)
