@@ -182,6 +182,7 @@ class Pool:
         """The stream, unless it is silent for too long or its replica is lost meanwhile."""
         loop, began, limit = asyncio.get_running_loop(), time.monotonic(), self._limits.first_token_s
         watch = asyncio.timeout_at(end)
+        timer = loop.call_later(limit, lambda: overdue())
 
         def overdue() -> None:
             """A request may wait in the replica's queue for long, as long as others get tokens."""
@@ -192,7 +193,6 @@ class Pool:
             else:
                 _expire(watch)
 
-        timer = loop.call_later(limit, overdue)
         try:
             while True:
                 try:
