@@ -35,7 +35,7 @@ from headrace.schemas.topics import RunTopics
 from headrace.streams.log.policy import open_settings
 from headrace.trainer.fetch import Batch
 from headrace.trainer.loop import Trainer
-from headrace.trainer.step import StepReport
+from headrace.trainer.report import StepReport
 
 MEDIAN_TOKENS, SPREAD = 20, 0.5  # of an answer: lognormal, cut at the run's budget
 

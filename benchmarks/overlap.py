@@ -2,7 +2,7 @@
 
 Broker, coordinator, assembler, worker and trainer are the real ones, each a process, with a tiny model that really
 samples and really trains. Their delays are modelled as if each had a device of its own, and slept, not computed: a
-decoding step of 16 sequences lasts 50 ms, a batch of 4 groups of 4 episodes trains for 1.5 s, answers have a lognormal
+decoding step of 16 sequences lasts 100 ms, a batch of 4 groups of 4 episodes trains for 3 s, answers have a lognormal
 length (median 20 tokens, cut at 64) that is drawn, not the model's. So the figures say what the *system* makes of two
 such devices, not how fast any device is; where this machine couldn't keep the pace, a row says by how much.
 
@@ -36,7 +36,7 @@ from .streams_load import create, role
 
 LAGS = (0, 1, 2, 4)
 SLOTS, GROUPS, SIBLINGS, MAX_TOKENS = 16, 4, 4, 64
-STEP_S, TRAIN_S = 0.05, 1.5
+STEP_S, TRAIN_S = 0.1, 3.0
 VERIFIER = '''"""Scores an answer by its share of vowels."""
 def score(item, text):
     return sum(letter in "aeiou" for letter in text.lower()) / max(1, len(text))
@@ -120,7 +120,7 @@ def one_run(kafka: Mapping[str, Any], folder: Path, lag: int, versions: int) -> 
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--versions", type=int, default=12, help="trained by each run (%(default)s)")
+    parser.add_argument("--versions", type=int, default=8, help="trained by each run (%(default)s)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

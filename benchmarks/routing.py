@@ -8,7 +8,7 @@ before its end. Shares are of the prompt tokens that one cache without limit fin
 Load is the tokens that a replica computes: prompt tokens that its cache didn't hold, and the answer. Imbalance is the
 most loaded replica's over the mean, for the run and for each 60-second window (the last, unfinished one left out).
 Requests end, and the first token comes, as on a replica that prefills one request after another at 8,000 tokens/s and
-then decodes at 40 tokens/s: a model of an engine, not a measurement; only the rows of cost are measured time.
+then decodes at 40 tokens/s: a model of an engine, not a measurement; only the rows of cost are measured (CPU time).
 
 TRACE: JSON lines with timestamp (ms), input_length, output_length and hash_ids (names of the prompt's blocks of 512
 tokens, each with everything before it), such as the traces of Mooncake. Without one, conversations are drawn: families
@@ -168,42 +168,42 @@ def _compare(trace: Sequence[Arrival], said: str, sizes: Sequence[int | None], r
 
 
 def _cost(trace: Sequence[Arrival], said: str, repetitions: int, result: Result) -> None:
-    """Microseconds for a decision and the word of its end."""
+    """CPU microseconds for a decision and the word of its end."""
     requests = [Request(str(one.blocks[0]), one.prompt, one.blocks) for one in trace]
 
     def ours(caches: int | None) -> Callable[[], float]:
         def once() -> float:
-            router, began = Ours(caches).router, time.perf_counter()
+            router, began = Ours(caches).router, time.process_time()
             for one, request in zip(trace, requests, strict=True):
                 choice = router.choose(request, one.at)
                 assert choice is not None
                 router.ended(choice.ticket, one.at, one.answer)
-            return (time.perf_counter() - began) / len(trace) * 1e6
+            return (time.process_time() - began) / len(trace) * 1e6
 
         return once
 
     def theirs(make: Callable[[int], Baseline]) -> Callable[[], float]:
         def once() -> float:
-            baseline, began = make(REPLICAS), time.perf_counter()
+            baseline, began = make(REPLICAS), time.process_time()
             for one in trace:
                 baseline.ended(baseline.choose(one.blocks[0], one.at))
-            return (time.perf_counter() - began) / len(trace) * 1e6
+            return (time.process_time() - began) / len(trace) * 1e6
 
         return once
 
     def hashing() -> float:
         ids = np.arange(8192, dtype=np.int32)
-        began = time.perf_counter()
+        began = time.process_time()
         for _ in range(20):
             blocks_of(ids)  # type: ignore[arg-type]
-        return (time.perf_counter() - began) / 20 * 1e6
+        return (time.process_time() - began) / 20 * 1e6
 
     taken = harness.alternate({f"{OURS}, unlimited": ours(None), f"{OURS}, 1,000 blocks": ours(1000),
                                "round-robin": theirs(RoundRobin), "least-loaded": theirs(LeastLoaded),
                                "consistent hashing": theirs(ConsistentHash),
                                "to name the blocks of 8,192 ids": hashing}, repetitions)  # fmt: skip
     for name, values in taken.items():
-        result.row(f"{said}a decision and its end", name, harness.spread(values), "us")
+        result.row(f"{said}a decision and its end, CPU", name, harness.spread(values), "us")
 
 
 # ---------------------------------------------------------------------------------------------------------- traces
