@@ -104,11 +104,11 @@ class Rollouts:
     def start(self, group: str, slot: int) -> None:
         self.put(group, EpisodeStarted(group, slot, 0, self._incarnation, 0, "w", "{}", 1.0, 1.0, 0, 1024, slot, 0))
 
-    def sample(self, group: str, slot: int, sequence: int, tokens: int) -> None:
+    def sample(self, group: str, slot: int, sequence: int, tokens: int, version: int = 0) -> None:
         ids = self._draw.integers(0, 50_000, tokens).astype(np.int32)
         logprobs = -(self._draw.exponential(0.5, tokens) * (self._draw.random(tokens) < 0.6)).astype(np.float32)
         self.put(group, Span(group, slot, 0, self._incarnation, sequence, Source.MODEL, 0, -1, tokens,
-                             (VersionRun(0, tokens),), None, None, None, {}, pack_ids(ids),
+                             (VersionRun(version, tokens),), None, None, None, {}, pack_ids(ids),
                              pack_float32(logprobs.astype(np.float32)), None, None))  # fmt: skip
 
     def end(self, group: str, slot: int, sequence: int) -> None:

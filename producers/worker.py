@@ -100,8 +100,8 @@ class Worker:
         """Everything once."""
         began = time.monotonic()
         self._beat(began)
-        self._take_leases(0.0 if self._jobs else IDLE_WAIT_S)
-        # A worker that only waits for its environment must not spin.
+        # A worker that only waits (for leases, for weights, for its environment) must not spin.
+        self._take_leases(0.0 if self._decoding or self._asked else IDLE_WAIT_S)
         self._take_replies(0.0 if self._decoding or not self._asked else IDLE_WAIT_S)
         applied_s = self._take_weights()
         self._begin()
