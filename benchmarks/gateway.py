@@ -167,7 +167,7 @@ async def _streams(url: str, talks: Sequence[Talk] | None, load: Load) -> Latene
     return late
 
 
-async def _stream(session: Any, url: str, talk: Talk | None, number: int, tokens: int, late: Lateness | None,
+async def _stream(session: Any, url: str, talk: Talk | None, number: int, tokens: int, late: Lateness,
                   wait_s: float = 0.0) -> None:  # fmt: skip
     await asyncio.sleep(wait_s)
     if talk is None:
@@ -189,7 +189,7 @@ async def _stream(session: Any, url: str, talk: Talk | None, number: int, tokens
             now = time.monotonic() - began
             choice = json.loads(line[6:])["choices"][0]
             piece = choice["text"] if talk is None else choice["delta"].get("content") or ""
-            for i in range(len(text), len(text) + len(piece)) if late is not None else ():
+            for i in range(len(text), len(text) + len(piece)):
                 overdue = now - FIRST_S - i * GAP_S
                 (late.first if i == 0 else late.between).append(overdue)
                 if i == tokens - 1:
@@ -210,7 +210,7 @@ def _cpu_s(process: Started, url: str, talks: Sequence[Talk] | None, load: Load)
                 for i in range(worker, load.requests, WORKING):
                     if talks:
                         talks[worker].begin_anew()
-                    await _stream(session, url, talks[worker] if talks else None, i, SHORT, None)
+                    await _stream(session, url, talks[worker] if talks else None, i, SHORT, Lateness())
 
             await asyncio.gather(*map(one, range(WORKING)))
 
@@ -237,7 +237,7 @@ def _real_engine(kafka: Mapping[str, Any], scratch: Path, folder: Path, episodes
     """Tokens of conversations with a tiny model whose id or log-probability isn't on the log as it was answered."""
     with _gateway(kafka, scratch, folder, "real", None, episodes) as (url, _, topics):
         told = asyncio.run(_converse(url, episodes))
-    found = {}
+    found: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for span in _spans(kafka, topics):
         logprobs = span.behaviour_logprobs()
         if logprobs is not None:

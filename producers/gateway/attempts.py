@@ -151,12 +151,12 @@ class AgentEpisode:
     def left(self, turn: Turn) -> None:
         """One of those who waited for it doesn't any more."""
         turn.watchers -= 1
-        self._active_at = time.monotonic()
+        now = self._active_at = turn.left_at = time.monotonic()
         if not turn.watchers and not turn.over:
-            asyncio.get_running_loop().call_later(self._grace_s, self._abandon, turn)
+            asyncio.get_running_loop().call_later(self._grace_s, self._abandon, turn, now)
 
-    def _abandon(self, turn: Turn) -> None:
-        if not turn.watchers and turn in self._running:
+    def _abandon(self, turn: Turn, left_at: float) -> None:
+        if not turn.watchers and turn.left_at == left_at and turn in self._running:
             self._abort(turn, Refused(499, "nobody waited for this answer any more", code="abandoned"))
 
     def abort(self, error: Refused) -> None:
@@ -223,6 +223,9 @@ class AgentEpisode:
             await self._record.turn(turn, orphaned=orphaned)
         except HeadraceError as error:
             self.failed(error)
+        except Exception as error:  # a fault of ours must not leave an attempt without this turn
+            log.exception("turn %s can't be written", turn.name)
+            self.failed(HeadraceError(f"turn {turn.name} can't be written: {type(error).__name__}: {error}"))
 
     def failed(self, error: HeadraceError) -> None:
         """Nothing more of it can be written: its lease is gone, or the broker refuses it."""

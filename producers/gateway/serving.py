@@ -101,8 +101,7 @@ async def serve_http(gateway: Gateway, replica: Any, updates: Updates, listening
     app = application(gateway, token=token, model=run, base_url=f"{url}/v1")
     server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off",
                                     timeout_graceful_shutdown=DRAIN_S))  # fmt: skip
-    tasks = [loop.create_task(work) for work in (server.serve([listening]), gateway.look_after(),
-                                                 updates.follow(replica))]  # fmt: skip
+    tasks = [loop.create_task(work) for work in (server.serve([listening]), gateway.look_after())]
     log.info("serving version %d at %s/v1; the admin token is in %s", updates.version, url,
              TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else place.token_file)  # fmt: skip
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Collection
 from typing import Any, cast
@@ -20,6 +21,8 @@ from ..engines import GenerationRequest, Progress, Replica
 from ..toolcalls import Answer
 from .protocol import Asked, Refused, Told
 from .reading import Reading
+
+log = logging.getLogger("headrace.gateway")
 
 
 class Turn:
@@ -40,6 +43,7 @@ class Turn:
         self.number: int | None = None  # in the conversation, once it is complete
         self.seen = False
         self.watchers = 0
+        self.left_at = 0.0  # when the last of them left
         self.task: asyncio.Task[None] | None = None
         self.cached_tokens: int | None = None
         self.created = int(time.time())
@@ -129,3 +133,6 @@ class Turn:
             self.fail(Refused(400, str(error), code="engine_refused"))
         except ReplicaLost as error:
             self.fail(Refused(503, f"no replica can answer now: {error}", code="replica_lost", retry_after_s=1.0))
+        except Exception as error:  # a fault of ours: whoever waits is told
+            log.exception("turn %s failed", self.name)
+            self.fail(Refused(500, f"{type(error).__name__}: {error}", code="internal_error"))

@@ -12,7 +12,9 @@ import threading
 from collections.abc import Callable
 from typing import Literal
 
-from ..engines import Engine, Replica
+from headrace.schemas.events import PublicationClock
+
+from ..engines import Engine
 from ..receiver import Receiver
 
 OnUpdate = Literal["keep", "hold", "abort"]
@@ -23,9 +25,8 @@ LOOK_S = 0.05
 class Updates:
     """`between_steps` runs on the engine's thread, the rest on the gateway's loop."""
 
-    def __init__(self, policy: OnUpdate, receiver: Receiver | None = None,
-                 clocks: Callable[..., None] = lambda clock: None) -> None:  # fmt: skip
-        """Without a receiver the replicas' weights are somebody else's; `clocks` takes each publication's clock."""
+    def __init__(self, policy: OnUpdate, receiver: Receiver, clocks: Callable[[PublicationClock], None]) -> None:
+        """`clocks` takes each publication's clock."""
         self._policy, self._receiver, self._clocks = policy, receiver, clocks
         self._lock = threading.Lock()
         self._pinned: dict[str, int] = {}  # version, by episode
@@ -36,7 +37,6 @@ class Updates:
 
     def between_steps(self, engine: Engine) -> None:
         receiver = self._receiver
-        assert receiver is not None
         if self._sampled >= 0:
             receiver.sampled(self._sampled)
         ready = receiver.ready
@@ -69,9 +69,3 @@ class Updates:
     def unpin(self, episode: str) -> None:
         with self._lock:
             self._pinned.pop(episode, None)
-
-    async def follow(self, replica: Replica) -> None:
-        """For ever, where the replicas' weights are somebody else's: learn which version all of them serve."""
-        while self._receiver is None:
-            self.version = (await replica.health()).version
-            await asyncio.sleep(LOOK_S)

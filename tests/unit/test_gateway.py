@@ -366,7 +366,7 @@ class Busy:
 def test_new_weights_wait_for_requests_that_run_or_not_as_the_setting_says(policy: OnUpdate, aborts: int) -> None:
     async def test() -> None:
         engine, aborted = Busy(), []
-        updates = Updates(policy, cast(Receiver, Weights()))
+        updates = Updates(policy, cast(Receiver, Weights()), lambda clock: None)
         updates.version, updates.abort = 1, lambda: aborted.append(1)
         for _ in range(3):
             updates.between_steps(cast(Engine, engine))
@@ -383,7 +383,7 @@ def test_new_weights_wait_for_requests_that_run_or_not_as_the_setting_says(polic
 
 
 def test_version_that_an_evaluation_is_pinned_to_stays_served() -> None:
-    engine, updates = Busy(), Updates("keep", cast(Receiver, Weights()))
+    engine, updates = Busy(), Updates("keep", cast(Receiver, Weights()), lambda clock: None)
     updates.pin("e", 1)
     updates.between_steps(cast(Engine, engine))
     assert engine.version == 1
