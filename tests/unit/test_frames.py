@@ -191,7 +191,7 @@ def test_duckdb_reads_an_exported_run_with_one_line(log: MemoryLog, tmp_path: Pa
     written = {t.name: count for t, _, count in export(log, tmp_path / "out")}
     assert written.keys() == SPECS.keys()
     trained = duckdb.sql(f"SELECT sum(model_tokens) FROM '{tmp_path}/out/episodes.parquet' "
-                         "WHERE counted AND batch <= 2").fetchone()  # fmt: skip
+                         "WHERE counted AND batch <= 2").fetchall()[0]  # fmt: skip
     ledger = audit(log)
     assert trained[0] == ledger.tokens["trained"] + ledger.tokens["masked"]
     versions = duckdb.sql(f"SELECT version, count(*) FROM '{tmp_path}/out/tokens.parquet' "
