@@ -145,7 +145,7 @@ def test_groups_have_times_rewards_and_accounts_of_their_closures(log: MemoryLog
         for fact in read_facts(log, "groups", p, Failures()):
             if isinstance(event := fact.event, GroupClosed):
                 row = rows[event.group]
-                rewards = [s.reward for s in event.slots if s.counted]
+                rewards = [s.reward for s in event.slots if s.counted and s.reward is not None]
                 assert row["reward_mean"] == (float(np.mean(rewards)) if rewards else None)
                 last = sum(s.model_tokens for s in event.slots)
                 assert row["model_tokens"] == last + event.accounts.get("superseded", 0)
