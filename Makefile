@@ -3,11 +3,12 @@
 #   make test [TIER=all]                        unit and integration tests; TIER=all runs the slow ones too
 #   make chaos [FAULTS=n] [SEED=s]              a run on three brokers, killed and stopped by a schedule, must end as a
 #                                               calm one (3 minutes; FAULTS=200 writes its result to benchmarks/results)
+#   make vllm                                   vLLM's CPU build, for the tests of engines (a gigabyte)
 #   make lint | bench | clean
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test chaos lint bench clean
+.PHONY: help vllm demo test chaos lint bench clean
 
 # The pins in constraints.txt were tested on 3.11; the first interpreter that is new enough is taken.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -33,6 +34,17 @@ $(STAMP): constraints.txt pyproject.toml
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -W ignore -c "import pathlib, headrace.trainer.loop, reasoning_gym; \
 		from headrace.models import tiny_model; from headrace.producers.engines.hf import HfEngine; \
 		HfEngine(str(tiny_model(pathlib.Path('$(VENV)/tiny'))), slots=1, max_tokens=16)"
+	@touch $@
+
+# Optional (the tests that need it skip without it), and a gigabyte.
+VLLM_STAMP := $(VENV)/.vllm
+vllm: $(VLLM_STAMP)
+$(VLLM_STAMP): $(STAMP) constraints-vllm.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r constraints-vllm.txt
+	@# Compiled and loaded once here, so that no test's engine does it again.
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -W ignore -m compileall -q -j 2 $(VENV)/lib/python*/site-packages/vllm
+	@env -u PYTHONDONTWRITEBYTECODE VLLM_LOGGING_LEVEL=ERROR $(BIN)/python -W ignore -c "import vllm.v1.engine.async_llm, \
+		vllm.entrypoints.openai.api_server, vllm.v1.worker.cpu_worker" 2>/dev/null
 	@touch $@
 
 demo: $(STAMP)

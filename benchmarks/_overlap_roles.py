@@ -33,7 +33,7 @@ from headrace.producers.worker import Worker
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import RunTopics
 from headrace.streams.log.policy import open_settings
-from headrace.trainer.batches import Batch
+from headrace.trainer.fetch import Batch
 from headrace.trainer.loop import Trainer
 from headrace.trainer.step import StepReport
 

@@ -62,7 +62,8 @@ def measure(options: argparse.Namespace, result: Result) -> None:
                 result.row("lag of trained tokens, greatest", subject, found.lag.max, "versions")
             result.row("beyond the modelled pace, engine", subject, 100 * beyond["worker"], "%")
             result.row("beyond the modelled pace, trainer", subject, 100 * beyond["trainer"], "%")
-            result.row("advice", subject, f"{waits.bottleneck or 'none'}: {waits.advice}")
+            named = waits.bottleneck or "nothing"
+            result.note(f"Named by `headrace status` at {subject}: {named}; {waits.advice}.")
     for lag in walls:
         if lag:
             result.row("times as fast as max_lag 0", f"max_lag {lag}", walls[0] / walls[lag])

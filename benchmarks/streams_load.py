@@ -104,11 +104,11 @@ class Rollouts:
     def start(self, group: str, slot: int) -> None:
         self.put(group, EpisodeStarted(group, slot, 0, self._incarnation, 0, "w", "{}", 1.0, 1.0, 0, 1024, slot, 0))
 
-    def sample(self, group: str, slot: int, sequence: int, tokens: int) -> None:
+    def sample(self, group: str, slot: int, sequence: int, tokens: int, version: int = 0) -> None:
         ids = self._draw.integers(0, 50_000, tokens).astype(np.int32)
         logprobs = -(self._draw.exponential(0.5, tokens) * (self._draw.random(tokens) < 0.6)).astype(np.float32)
         self.put(group, Span(group, slot, 0, self._incarnation, sequence, Source.MODEL, 0, -1, tokens,
-                             (VersionRun(0, tokens),), None, None, None, {}, pack_ids(ids),
+                             (VersionRun(version, tokens),), None, None, None, {}, pack_ids(ids),
                              pack_float32(logprobs.astype(np.float32)), None, None))  # fmt: skip
 
     def end(self, group: str, slot: int, sequence: int) -> None:
@@ -134,16 +134,17 @@ class Trainer:
         self._transactor = Transactor(kafka, topics.transactional_id("trainer"))
         self._chain = Chain(0, digest(open_settings(kafka, topics).value))
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int, path: str = "unused", served_hash: bytes = b"0", algorithm: str = "none") -> None:
+        """`path` and the hash: of a model folder, where a receiver looks."""
         now = int(time.time() * 1000)
         first = Version(**self._chain.link(), writer="trainer", version=version, parent=version - 1,
-                        batch=version or -1, batch_offset=-1, batch_digest=b"", hash_algorithm="none",
-                        served_hash=b"0", train_hash=b"", rho=0.0, rho_tokens=0, groups=(), metrics={},
+                        batch=version or -1, batch_offset=-1, batch_digest=b"", hash_algorithm=algorithm,
+                        served_hash=served_hash, train_hash=b"", rho=0.0, rho_tokens=0, groups=(), metrics={},
                         fingerprint="{}", committed_ms=now)  # fmt: skip
         values = [self._chain.extend(first)]
         then = Publication(**self._chain.link(), writer="trainer", version=version, kind="path", base=-1,
-                           base_hash=b"", hash_algorithm="none", served_hash=b"0", path="unused", chunks=(), size=0,
-                           changed=0, elements=0, published_ms=now)  # fmt: skip
+                           base_hash=b"", hash_algorithm=algorithm, served_hash=served_hash, path=path, chunks=(),
+                           size=0, changed=0, elements=0, published_ms=now)  # fmt: skip
         values.append(self._chain.extend(then))
         self._transactor.send([Output(self._topic, 0, value) for value in values])
 

@@ -24,10 +24,12 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.topics import RunTopics
 
-from . import accounting, exporting, reading, reporting
+from . import accounting, changing, exporting, reading, removing, reporting
 from .settings import describe, kafka_config, load_config, load_site
 
 if TYPE_CHECKING:
+    from headrace.schemas.settings import RunSettings
+
     from .broker import Broker
 
 WRONG_USE = (SettingsError, RunNotFound, RunConflict, ModelError, NotAnnounced)
@@ -38,6 +40,8 @@ broker_app = typer.Typer(no_args_is_help=True, help="The development broker: a r
 app.add_typer(broker_app, name="broker")
 reading.register(app)
 accounting.register(app)
+changing.register(app)
+removing.register(app)
 exporting.register(app)
 reporting.register(app)
 
@@ -64,12 +68,21 @@ def run(
     if print_settings:
         _print_settings([*describe(loaded.settings), *describe(loaded.site, "site.")], as_json)
         return
+    _name_idle(loaded.settings)
     check_model(loaded.settings)
     kafka = kafka_config(loaded.site, start=True)
     new = create_run(kafka, loaded.topics, loaded.settings)
     say(f"run {loaded.run}: {'created' if new else 'resumed'} on {kafka['bootstrap.servers']}")
     Supervisor(kafka, loaded.topics, loaded.site, loaded.file, say, stop_at=stop_at,
                no_progress_s=loaded.settings.rollout.no_progress_s).run()  # fmt: skip
+
+
+def _name_idle(settings: RunSettings) -> None:
+    """Say on standard error which settings can't act in their combination."""
+    from headrace.trainer.combinations import idle
+
+    for sentence in idle(settings):
+        print(f"headrace: {sentence}", file=sys.stderr)
 
 
 def _print_settings(rows: list[tuple[str, object, str]], as_json: bool) -> None:
@@ -86,6 +99,7 @@ def create(config: ConfigArgument, as_json: Json = False) -> None:
     from .create import check_model, create_run
 
     loaded = load_config(config)
+    _name_idle(loaded.settings)
     check_model(loaded.settings)
     kafka = kafka_config(loaded.site, start=True)
     new = create_run(kafka, loaded.topics, loaded.settings)
@@ -97,13 +111,14 @@ def create(config: ConfigArgument, as_json: Json = False) -> None:
 
 @app.command()
 def start(
-    role: Annotated[str, typer.Argument(help="assembler, coordinator, worker or trainer", metavar="ROLE")],
+    role: Annotated[str, typer.Argument(help="assembler, coordinator, worker, gateway or trainer", metavar="ROLE")],
     run: Annotated[str, typer.Argument(help="run id", metavar="RUN")],
     config: Annotated[Path | None, typer.Option(help="file whose [site] part to use")] = None,
     bootstrap: Annotated[str | None, typer.Option(help="Kafka's address, HOST:PORT")] = None,
     stop_at: Annotated[int | None, typer.Option(help="version at which the trainer ends")] = None,
-    name: Annotated[str | None, typer.Option(help="a worker's name; keep it over restarts")] = None,
+    name: Annotated[str | None, typer.Option(help="a worker's or gateway's name; keep it over restarts")] = None,
     share: Annotated[str | None, typer.Option(help="i/n: an assembler's share of the partitions")] = None,
+    port: Annotated[int | None, typer.Option(help="where a gateway listens (over the file's)")] = None,
     parent: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run one role, in this process."""
@@ -121,6 +136,8 @@ def start(
         site = site.model_copy(update={"kafka": {**site.kafka, "bootstrap.servers": bootstrap}})
     if stop_at is not None:
         site = site.model_copy(update={"stop_at": stop_at})
+    if port is not None:
+        site = site.model_copy(update={"gateway": site.gateway.model_copy(update={"port": port})})
     if share is not None:
         site = site.model_copy(update={"assembler_share": share})
     kafka = kafka_config(site)

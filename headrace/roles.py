@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from headrace.schemas.errors import (
@@ -79,11 +80,28 @@ def _trainer(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings,
                 threads=site.trainer_threads, device=site.trainer_device)  # fmt: skip
 
 
+def _gateway(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings,
+             stop: threading.Event, name: str | None) -> None:  # fmt: skip
+    try:
+        from headrace.producers.engines.opening import EngineChoice
+        from headrace.producers.gateway.serving import Place, run_gateway
+    except ImportError as error:
+        raise SettingsError(f"the gateway needs {error.name}: install headrace[gateway]") from error
+
+    here = site.gateway
+    token_file = Path(here.token_file) if here.token_file else state_dir(site, topics.run) / "gateway.token"
+    place = Place(here.host, here.port, here.public_url, token_file, here.on_update, here.orphan_grace_s)
+    choice = EngineChoice(site.engine, site.slots, site.device, site.replicas, site.replica_model,
+                          site.replica_key_file)  # fmt: skip
+    run_gateway(kafka, topics, settings, stop, place, choice, name=name, threads=site.worker_threads)
+
+
 ROLES: dict[str, Role] = {
     "assembler": _assembler,
     "coordinator": _coordinator,
     "worker": _worker,
     "trainer": _trainer,
+    "gateway": _gateway,
 }
 
 

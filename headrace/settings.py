@@ -24,6 +24,22 @@ from headrace.streams.shares import WHOLE
 Positive = Annotated[int, Field(ge=1)]
 
 
+class GatewaySite(Section):
+    """Where agents are served."""
+
+    host: str = Field("127.0.0.1", description="address to listen at; keys travel in the clear, so put TLS in front of "
+                                               "anything but this machine")  # fmt: skip
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(8011, description="0: any that is free")
+    public_url: str | None = Field(None, description="how agents reach it, where that isn't http://HOST:PORT")
+    token_file: str | None = Field(None, description="holds the admin token, and is made where it is missing; default "
+                                   "in the run's state folder; HEADRACE_GATEWAY_TOKEN goes before it")  # fmt: skip
+    on_update: Literal["keep", "hold", "abort"] = Field("keep", description="new weights: between two steps of open "
+                                                        "requests, after them, or instead of them")  # fmt: skip
+    orphan_grace_s: Annotated[float, Field(ge=0)] = Field(
+        20.0, description="a request whose client went away is sampled on for so long, since clients ask again"
+    )
+
+
 class SiteSettings(Section):
     """What belongs to this place: never recorded, may differ at each start."""
 
@@ -47,14 +63,16 @@ class SiteSettings(Section):
     engine: Literal["hf", "vllm", "openai"] = Field("hf", description="what a worker samples with: `hf` is built in, "
                                                     "`vllm` runs in its process, `openai` are the servers in "
                                                     "`replicas`")  # fmt: skip
-    replicas: tuple[str, ...] = Field((), description="addresses (http://HOST:PORT) of the vLLM servers that a worker "
-                                                      "with engine `openai` samples with and keeps up to date")  # fmt: skip
-    replica_model: str | None = Field(None, description="the name under which they serve the model (none: the only one)")
+    replicas: tuple[str, ...] = Field((), description="addresses (http://HOST:PORT) of the vLLM servers that engine "
+                                                      "`openai` samples with and keeps up to date")  # fmt: skip
+    replica_model: str | None = Field(None, description="the name under which they serve the model (none: the only "
+                                                        "one there)")  # fmt: skip
     replica_key_file: str | None = Field(None, description="file with the key that they ask for (none: "
                                                            "HEADRACE_REPLICA_KEY, or no key)")  # fmt: skip
     worker_threads: Positive | None = Field(None, description="CPU threads of a worker (none: torch's choice)")
     trainer_threads: Positive | None = Field(None, description="CPU threads of the trainer; another count gives other "
                                                                "bits (none: torch's choice)")  # fmt: skip
+    gateway: GatewaySite = GatewaySite()
     stop_at: Positive | None = Field(None, description="the version at which to stop; a greater one goes on later")
     max_deaths: Positive = Field(5, description="a process that dies so often without a minute's life ends the run")
 

@@ -66,6 +66,8 @@ class _Open:
     tokens: list[NDArray[Any]] = field(default_factory=list)
     logprobs: list[NDArray[np.float32]] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)  # [version, count]
+    parent: int = -1
+    trains: bool = True
 
 
 class EpisodeWriter:
@@ -103,8 +105,11 @@ class EpisodeWriter:
                                  json.dumps(dict(engine), sort_keys=True), temperature, top_p, top_k, max_new_tokens,
                                  seed, now if started_ms is None else started_ms))  # fmt: skip
 
-    def model(self, tokens: ArrayLike, logprobs: ArrayLike, version: int) -> None:
+    def model(self, tokens: ArrayLike, logprobs: ArrayLike, version: int, *, parent: int = -1,
+              trains: bool = True) -> None:  # fmt: skip
         """Tokens int [n] that policy `version` sampled, with their processed log-probabilities float [n], nats.
+        `parent`: the span that they continue, as `cut` named it (0: the episode's root), where it isn't the one before.
+        Without `trains` they are masked: counted, and never trained on.
 
         Raises InvalidRecord where one is missing, not finite, or positive.
         """
@@ -116,32 +121,36 @@ class EpisodeWriter:
             raise InvalidRecord(f"{self.attempt}: model tokens need a finite log-probability of at most 0 each")
         if version < 0:
             raise InvalidRecord(f"{self.attempt}: model tokens need the policy version that sampled them")
-        self._take(Source.MODEL, ids, values, version)
+        self._take(Source.MODEL, ids, values, version, parent=parent, trains=trains)
 
-    def context(self, tokens: ArrayLike, source: Source, detail: str | None = None, *,
-                ends_turn: bool = False) -> None:  # fmt: skip
+    def context(self, tokens: ArrayLike, source: Source, detail: str | None = None, *, ends_turn: bool = False,
+                parent: int = -1) -> None:  # fmt: skip
         """Tokens int [n] that no model of ours sampled: the prompt, or what the environment said. `detail` (JSON: tool
-        calls with results) stands in the first span of this call; `ends_turn`: what follows is the next turn.
+        calls with results) stands in the first span of this call; `ends_turn`: what follows is the next turn. `parent`
+        is as of `model`.
 
         Raises RecordTooLarge where no record holds the detail and the run has no blob store, BlobError where it fails.
         """
         self._check_open()
-        self._take(source, np.atleast_1d(np.asarray(tokens)), None, -1, detail, ends_turn)
+        self._take(source, np.atleast_1d(np.asarray(tokens)), None, -1, detail, ends_turn, parent=parent)
 
     def _take(self, source: Source, ids: NDArray[Any], logprobs: NDArray[np.float32] | None, version: int,
-              detail: str | None = None, ends_turn: bool = False) -> None:  # fmt: skip
+              detail: str | None = None, ends_turn: bool = False, *, parent: int = -1,
+              trains: bool = True) -> None:  # fmt: skip
         self._settle()  # Backpressure from here: nothing of this call has been taken
         blob = None
         if detail is not None:
             # Proved on its own first: when the span is cut, the call can no longer be refused.
             probe = self._fitted(self._span(_Open(source, self._turn, 0.0, detail, 1, [ids[: self._limit]]), None))
             detail, blob = probe.detail, probe.blob
-        if self._open is not None and (self._open.source != source or detail is not None or blob is not None):
+        apart = detail is not None or blob is not None or parent >= 0
+        if self._open is not None and (apart or (self._open.source, self._open.trains) != (source, trains)):
             self._cut()
         begin = 0
         while begin < len(ids) or detail is not None or blob is not None:
             if self._open is None:
-                self._open = _Open(source, self._turn, time.monotonic())
+                self._open = _Open(source, self._turn, time.monotonic(), parent=parent, trains=trains)
+                parent = -1
             open_span = self._open
             end = min(len(ids), begin + self._limit - open_span.count)
             open_span.tokens.append(ids[begin:end])
@@ -181,6 +190,11 @@ class EpisodeWriter:
         """Cut the open span if it has waited for two seconds (`now`: time.monotonic)."""
         if self._open is not None and now - self._open.since >= SPAN_AGE_S:
             self.flush()
+
+    def cut(self, stop_reason: str | None = None) -> int:
+        """End the open span here: the number by which a later span may name it as its parent."""
+        self._cut(stop_reason)
+        return self._sequence - 1
 
     def flush(self, stop_reason: str | None = None) -> None:
         """Cut the open span, and send all that waits. Raises Backpressure where that can't leave yet."""
@@ -249,10 +263,11 @@ class EpisodeWriter:
     def _span(self, span: _Open, stop_reason: str | None, blob: Blob | None = None) -> Span:
         a, model = self.attempt, span.source == Source.MODEL
         tokens = np.concatenate(span.tokens).astype(np.int32, copy=False)
-        return Span(a.group, a.slot, a.attempt, a.incarnation, self._sequence, span.source, span.turn, -1,
+        return Span(a.group, a.slot, a.attempt, a.incarnation, self._sequence, span.source, span.turn, span.parent,
                     len(tokens), tuple(VersionRun(version, count) for version, count in span.versions), stop_reason,
                     None, span.detail, self._timings, pack_ids(tokens),
-                    pack_float32(np.concatenate(span.logprobs)) if model else None, None, None, blob)  # fmt: skip
+                    pack_float32(np.concatenate(span.logprobs)) if model else None,
+                    None if span.trains else bytes(len(tokens)), None, blob)  # fmt: skip
 
     def _settle(self) -> None:
         """Send what waits, in order. Raises Backpressure; what could not leave still waits."""

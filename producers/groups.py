@@ -93,11 +93,7 @@ class Episode:
         """End the attempt. Without `outcome`: success where the reward is positive; no reward means that the scorer
         failed, which never trains. Times in milliseconds; raises InvalidRecord for those that can't be, RecordTooLarge
         where no record holds the text and the run has no blob store."""
-        boundary = Boundary.NONE
-        if outcome is None and reward is None:
-            outcome, reason, boundary = Outcome.INFRA_FAILURE, REASON_SCORER_FAILED, Boundary.SCORER
-        elif outcome is None:
-            outcome = Outcome.MODEL_SUCCESS if reward is not None and reward > 0 else Outcome.MODEL_FAILURE
+        outcome, reason, boundary = judged(reward, outcome, reason)
         self._mine().end(outcome, reason, boundary, reward=reward, rewards=rewards, text=text, timings_ms=timings_ms,
                          ended_ms=ended_ms)  # fmt: skip
 
@@ -112,6 +108,16 @@ class Episode:
         if not self._started and not writer.ended:
             raise InvalidRecord(f"{writer.attempt}: call start() first")
         return writer
+
+
+def judged(reward: float | None, outcome: Outcome | None, reason: str) -> tuple[Outcome, str, Boundary]:
+    """What an attempt that was finished so has come to. Without `outcome`: success where the reward is positive; no
+    reward means that the scorer failed, which never trains."""
+    if outcome is not None:
+        return outcome, reason, Boundary.NONE
+    if reward is None:
+        return Outcome.INFRA_FAILURE, REASON_SCORER_FAILED, Boundary.SCORER
+    return Outcome.MODEL_SUCCESS if reward > 0 else Outcome.MODEL_FAILURE, reason, Boundary.NONE
 
 
 class Group:

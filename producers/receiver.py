@@ -102,6 +102,11 @@ class Receiver:
         """The newest version that is known to be published; -1 before the first."""
         return self._publications.newest
 
+    @property
+    def ready(self) -> bool:
+        """Whether `apply_ready` would change what is served."""
+        return self._ready is not None
+
     # ------------------------------------------------------------------------------------------- driving thread
 
     def load(self, engine: WeightTarget, stop: threading.Event | None = None, version: int | None = None) -> bool:

@@ -27,7 +27,7 @@ from .routing import Choice, Request, Router, blocks_of
 
 log = logging.getLogger("headrace.replicas")
 
-FENCED_S, FENCED_MAX_S = 1.0, 60.0  # the first fence, and the longest; each failure in a row doubles it
+FENCED_MAX_S = 60.0
 BUDGET_RESERVE, BUDGET_SHARE = 10.0, 0.2  # retries that are always possible, and more for each request that ended well
 SEED_STEP = 0x9E3779B97F4A7C15  # a retry draws from another random stream than the tokens that it follows
 
@@ -51,6 +51,7 @@ class Limits:
     check_every_s: float = 1.0
     check_s: float = 5.0
     failed_checks: int = 3  # in a row; then what runs there is lost too
+    fence_s: float = 1.0  # after a failure; each more in a row doubles it
 
 
 @dataclass(slots=True)
@@ -268,13 +269,15 @@ class Pool:
         name = entry.replica.name
         if self._entries.get(name) is not entry:
             return
-        entry.fenced_until = time.monotonic() + min(FENCED_MAX_S, FENCED_S * 2.0**entry.failures)
+        entry.fenced_until = time.monotonic() + min(FENCED_MAX_S, self._limits.fence_s * 2.0**entry.failures)
         entry.failures += 1
         self.fence(name, why)
 
     async def _check_for_ever(self, entry: _Entry) -> None:
         while True:
-            await asyncio.sleep(self._limits.check_every_s)
+            # One that is gone for good is asked less often.
+            slower = 1 if entry.failed_checks < self._limits.failed_checks else 10
+            await asyncio.sleep(self._limits.check_every_s * slower)
             await self._check(entry)
 
     async def _check(self, entry: _Entry) -> None:
@@ -299,10 +302,10 @@ class Pool:
             self._changed.set()
 
     def _check_failed(self, entry: _Entry, error: Exception) -> None:
-        if not isinstance(error, ReplicaLost | TimeoutError):
-            log.error("replica %s: %s: %s", entry.replica.name, type(error).__name__, error)
         entry.failed_checks += 1
         why = f"replica {entry.replica.name}: {error or 'it does not answer'}"
+        if not isinstance(error, ReplicaLost | TimeoutError) and entry.why != why:
+            log.error("%s (%s)", why, type(error).__name__)
         self.fence(entry.replica.name, why)
         if entry.failed_checks == self._limits.failed_checks:
             entry.why = why

@@ -22,7 +22,8 @@ from headrace.streams.log.reader import Reader, end_offsets
 
 ANSWER_WAIT_S = 0.1
 
-What = tuple[str | None, int | None, Purpose, int | None]  # task ("any": None), size, purpose, version
+# Task (any: None), size, purpose, version, attempts.
+What = tuple[str | None, int | None, Purpose, int | None, int]
 
 
 class Requests:
@@ -46,7 +47,7 @@ class Requests:
 
     def group(self, what: What, wait_s: float) -> Lease | None:
         """The lease of a group, or None where the coordinator gave none in time. Raises Backpressure."""
-        task, size, purpose, version = what
+        task, size, purpose, version, attempts = what
         with self._state:
             request = self._given_up.pop(what, None) or uuid.uuid4().hex
             self._waiting.add(request)
@@ -54,7 +55,8 @@ class Requests:
         try:
             end = time.monotonic() + wait_s
             # Asked again although it may have been before: it is answered once, however often it stands there.
-            self._ask(LeaseRequest(request, self._worker, self._incarnation, task, size, purpose, version))
+            self._ask(LeaseRequest(request, self._worker, self._incarnation, task, size, purpose, version,
+                                   attempts))  # fmt: skip
             while lease is None and time.monotonic() < end:
                 self.serve(ANSWER_WAIT_S)
                 with self._state:
@@ -100,5 +102,5 @@ class Requests:
             self._reader.close()
 
 
-def hand_back(lease: Lease, slots: tuple[int, ...]) -> HandBack:
-    return HandBack(lease.worker, lease.incarnation, lease.group, lease.number, slots, REASON_HANDED_BACK)
+def hand_back(lease: Lease, slots: tuple[int, ...], reason: str = REASON_HANDED_BACK) -> HandBack:
+    return HandBack(lease.worker, lease.incarnation, lease.group, lease.number, slots, reason)

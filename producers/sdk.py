@@ -24,7 +24,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -40,6 +40,7 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.events import Assignment, Event, Heartbeat, Lease, LeaseEnded, Task
 from headrace.schemas.outcomes import (
+    REASON_HANDED_BACK,
     REASON_NEVER_STARTED,
     REASON_PRODUCER_CLOSED,
     Boundary,
@@ -78,10 +79,13 @@ class Producer:
         self._lock = threading.RLock()  # guards all of the following
         self._later: deque[tuple[str, str, Event]] = deque()  # what must leave as soon as it can, in order
         self._refusals = Refusals()
+        self._attempts: dict[tuple[str, int], tuple[int, Attempt]] = {}  # by group and slot: with the lease's number
         self._over: dict[Attempt | str, AttemptOver] = {}  # attempts, and whole groups, that take no more events
         self._writers: dict[Attempt, EpisodeWriter] = {}
         self._opened = 0
         self._closed = False
+        # What heartbeats tell of an engine behind this producer: version, fingerprint (JSON), running totals.
+        self.report: Callable[[], tuple[int, str, dict[str, float]]] = lambda: (0, json.dumps({}), {})
         self._stop = threading.Event()
         self._heart: threading.Thread | None = None
         self._requests: Requests | None = None
@@ -91,7 +95,7 @@ class Producer:
             self._unassembled = Unassembled(kafka, topics, max_unassembled)
         else:
             self._requests = Requests(kafka, topics, self.worker, self.incarnation, ask=self._ask,
-                                      later=self._to_fleet, ended=self._lease_ended)  # fmt: skip
+                                      later=self.to_fleet, ended=self._lease_ended)  # fmt: skip
         self._outbox = Outbox(kafka, max_bytes)
         if self._requests is not None:
             self._heart = threading.Thread(target=self._beat, daemon=True, name="headrace-heartbeat")
@@ -119,7 +123,7 @@ class Producer:
         Raises NoProgress where nothing waits and the coordinator doesn't answer.
         """
         group = Group(self, self._open(task, size, wait_s) if self._unassembled is not None
-                      else self._request(task, size, purpose, version, wait_s))  # fmt: skip
+                      else self.lease(task, size, purpose, version, wait_s))  # fmt: skip
         try:
             yield group
         finally:
@@ -144,12 +148,19 @@ class Producer:
             self._unassembled.opened(lease.group)
         return lease
 
-    def _request(self, task: Task | str | None, size: int | None, purpose: Purpose, version: int | None,
-                 wait_s: float) -> Lease:  # fmt: skip
+    def lease(self, task: Task | str | None, size: int | None, purpose: Purpose, version: int | None,
+              wait_s: float, attempts: int = 1) -> Lease:  # fmt: skip
+        """The lease behind `group`, for whoever runs its slots by itself; it raises as `group` does. With more
+        `attempts`, a slot whose attempt was lost or failed by infrastructure waits for the next such request, which may
+        so be answered with fewer slots than it asks for: those of a group that is open."""
         assert self._requests is not None
         named = task.id if isinstance(task, Task) else task
-        lease = self._requests.group((named, size, purpose, version), wait_s)
+        lease = self._requests.group((named, size, purpose, version, attempts), wait_s)
         if lease is not None:
+            with self._lock:
+                for one in lease.assignments:
+                    attempt = Attempt(lease.group, one.slot, one.attempt, self.incarnation)
+                    self._attempts[lease.group, one.slot] = lease.number, attempt
             return lease
         said = f"the coordinator gave no group within {wait_s:g} s"
         where = f"see `headrace status {self._topics.run}`"
@@ -167,6 +178,10 @@ class Producer:
 
     def begin(self, attempt: Attempt) -> Episode:
         """The attempt, to be written. Raises ProducerClosed."""
+        return Episode(self.writer(attempt), self.worker)
+
+    def writer(self, attempt: Attempt) -> EpisodeWriter:
+        """As `begin`, for whoever sees to it himself that one at a time writes, and that the attempt ends."""
         def send(key: str, event: Event) -> None:
             with self._lock:
                 self._serve()
@@ -182,7 +197,12 @@ class Producer:
             if self._closed:
                 raise ProducerClosed("the producer is closed: open a new one")
             self._writers[attempt] = writer
-        return Episode(writer, self.worker)
+        return writer
+
+    def over(self, attempt: Attempt) -> AttemptOver | None:
+        """Why nothing more of the attempt would be taken, if so."""
+        with self._lock:
+            return self._over.get(attempt) or self._over.get(attempt.group)
 
     def end(self, writer: EpisodeWriter, outcome: Outcome, reason: str, boundary: Boundary = Boundary.PRODUCER, *,
             reward: float | None = None, text: str | None = None) -> None:  # fmt: skip
@@ -196,12 +216,15 @@ class Producer:
     def _settled(self, writer: EpisodeWriter) -> bool:
         """Whether the attempt has its end already."""
         self._writers.pop(writer.attempt, None)
+        place = (writer.attempt.group, writer.attempt.slot)
+        if self._attempts.get(place, (-1, None))[1] == writer.attempt:
+            del self._attempts[place]
         over = self._over.get(writer.attempt) or self._over.get(writer.attempt.group)
         if over is not None and not writer.ended:
             writer.abandon(over)
         return writer.ended
 
-    def give_back(self, lease: Lease, attempts: list[Attempt]) -> None:
+    def give_back(self, lease: Lease, attempts: list[Attempt], reason: str = REASON_HANDED_BACK) -> None:
         """Slots of a lease that will not be run."""
         with self._lock:
             if self._closed:
@@ -210,7 +233,7 @@ class Producer:
                 self._later += [(self._topics.name(TRAJECTORIES), lease.group,
                                  never_started(attempt, REASON_NEVER_STARTED)) for attempt in attempts]  # fmt: skip
             else:
-                self._to_fleet(hand_back(lease, tuple(attempt.slot for attempt in attempts)))
+                self.to_fleet(hand_back(lease, tuple(attempt.slot for attempt in attempts), reason))
             self._serve()
 
     # ------------------------------------------------------------------------------------------------- out
@@ -219,14 +242,17 @@ class Producer:
         with self._lock:
             self._outbox.put(self._topics.name(FLEET), self.worker, event)
 
-    def _to_fleet(self, event: Event) -> None:
+    def to_fleet(self, event: Event) -> None:
+        """As soon as it can."""
         with self._lock:
             self._later.append((self._topics.name(FLEET), self.worker, event))
 
     def _lease_ended(self, ended: LeaseEnded) -> None:
         with self._lock:
             for slot in ended.slots:
-                attempt = Attempt(ended.group, slot, 0, self.incarnation)  # a requested group has one attempt a slot
+                number, attempt = self._attempts.get((ended.group, slot), (-1, None))
+                if attempt is None or number != ended.number:
+                    continue
                 said = f"{attempt}: the coordinator took its lease back ({ended.reason})"
                 self._over.setdefault(attempt, AttemptOver(said))
 
@@ -255,7 +281,6 @@ class Producer:
             self._later.append((self._topics.name(TRAJECTORIES), end.group, end))
 
     def _beat(self) -> None:
-        beat = Heartbeat(self.worker, self.incarnation, 0, 0, 0, False, json.dumps({}), {})
         assert self._requests is not None
         while not self._stop.is_set():
             try:
@@ -263,6 +288,8 @@ class Producer:
                     if self._stop.is_set():
                         return
                     self._serve()
+                    version, engine, counters = self.report()
+                    beat = Heartbeat(self.worker, self.incarnation, version, 0, 0, False, engine, counters)
                     self._outbox.put(self._topics.name(FLEET), self.worker, beat)
                 self._requests.serve()
             except Backpressure:

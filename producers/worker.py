@@ -25,6 +25,7 @@ from headrace.schemas.events import Event, HandBack, Heartbeat, Lease, LeaseEnde
 from headrace.schemas.outcomes import (
     REASON_BLOB_FAILED,
     REASON_BUDGET_SPENT,
+    REASON_ENGINE_LOST,
     REASON_HANDED_BACK,
     REASON_LENGTH,
     REASON_OTHER_VERSION,
@@ -44,6 +45,7 @@ from headrace.streams.log.policy import Schemas
 from headrace.streams.log.reader import Reader, end_offsets
 
 from .engines import Affinity, Engine, GenerationRequest, Progress, Sampling
+from .engines.opening import EngineChoice, open_engine
 from .environments.host import EnvironmentHost, Reply
 from .episodes import Attempt, EpisodeWriter
 from .jobs import Job, Phase, budget_of
@@ -98,8 +100,8 @@ class Worker:
         """Everything once."""
         began = time.monotonic()
         self._beat(began)
-        self._take_leases(0.0 if self._jobs else IDLE_WAIT_S)
-        # A worker that only waits for its environment must not spin.
+        # A worker that only waits (for leases, for weights, for its environment) must not spin.
+        self._take_leases(0.0 if self._decoding or self._asked else IDLE_WAIT_S)
         self._take_replies(0.0 if self._decoding or not self._asked else IDLE_WAIT_S)
         applied_s = self._take_weights()
         self._begin()
@@ -121,7 +123,7 @@ class Worker:
     def _idle_reason(self) -> Idle | None:
         """Why the engine had nothing to show; None where it is at work. Whether `no_requests` is the pacing's doing is
         for the reader of the log to say: a worker doesn't know what the coordinator has room for."""
-        if self._decoding:
+        if self._decoding:  # an engine whose replicas are elsewhere says whether it has any
             return Idle.UNROUTED if getattr(self._engine, "unrouted", False) else None
         if not self._jobs:
             return Idle.NO_REQUESTS
@@ -293,9 +295,14 @@ class Worker:
         if job is None:
             return
         job.first_token = job.first_token or time.monotonic()
-        job.writer.model(one.token_ids, one.logprobs, one.version)
+        if len(one.token_ids):
+            job.writer.model(one.token_ids, one.logprobs, one.version)
         job.tokens += one.token_ids.tolist()
         self._counters["sampled_tokens"] += len(one.token_ids)
+        if one.finished == "lost":
+            self._end(job, Outcome.INFRA_FAILURE, REASON_ENGINE_LOST, Boundary.ENGINE, text=self._text(job))
+            self._forget(job, lost=True)
+            return
         now, reason = time.monotonic(), REASON_STOP if one.finished == "stop" else REASON_LENGTH
         if one.finished is None:
             most = job.budget.max_model_s
@@ -339,36 +346,33 @@ class Worker:
         self._outbox.put(self._topics.name(TRAJECTORIES), key, event, wait_s=OUTAGE_S)
 
 
-def run_worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, stop: threading.Event, *,
-               name: str | None = None, slots: int = 32, device: str = "cpu", threads: int | None = None) -> None:
+def run_worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, stop: threading.Event,
+               choice: EngineChoice, *, name: str | None = None, threads: int | None = None) -> None:  # fmt: skip
     """Load the model, catch up with the newest published version, then serve leases until `stop`.
 
-    `slots` sequences decode at once; as many again may wait, so that the engine never idles while the coordinator
-    learns of a free slot. Raises ModelError, WeightsRefused, EnvironmentFailed.
+    As many sequences as decode at once may wait, so that the engine never idles while the coordinator learns of a free
+    slot. Raises ModelError, WeightsRefused, ReplicaLost, EnvironmentFailed.
     """
     import torch
 
-    from .engines.hf import HfEngine
+    from .engines.served import ModelFolder
 
     if threads:
         torch.set_num_threads(threads)
     model = settings.model
     name, incarnation = name or _default_name(), uuid.uuid4().hex
-
-    def load(slots: int) -> HfEngine:
-        return HfEngine(model.path, slots=slots, max_tokens=model.max_length, dtype=model.dtype,
-                        compute_dtype=model.compute_dtype, device=device)  # fmt: skip
-
-    engine = load(slots)
-    receiver = Receiver(kafka, topics, worker=name, incarnation=incarnation, initial=lambda: load(1).served_arrays())
+    engine = open_engine(model, choice)
+    receiver = Receiver(kafka, topics, worker=name, incarnation=incarnation,
+                        initial=lambda: ModelFolder(model.path, model.dtype).bits)  # fmt: skip
     try:
         if not receiver.load(engine, stop):
             return
         worker = Worker(kafka, topics, settings, engine, receiver, name=name, incarnation=incarnation,
-                        capacity=2 * slots)  # fmt: skip
+                        capacity=2 * engine.capacity)  # fmt: skip
         worker.run(stop)
     finally:
         receiver.close()
+        engine.close()
 
 
 def _default_name() -> str:

@@ -224,7 +224,7 @@ class Span:
 
     `tokens` int32[count]; `logprobs` float32[count], nats, processed (temperature applied), for model spans and null
     otherwise; `versions` cover exactly the model tokens. `parent` is the sequence of the span that this one continues
-    (-1: the one before), so that branches form a tree.
+    (-1: the one before; 0: none, a context of its own begins), so that branches form a tree.
     """
 
     group: str
@@ -489,6 +489,7 @@ class Manifest(Chained):
     segment_drift: bytes
     segment_weight: bytes
     reused: tuple[Reuse, ...] = ()
+    settings_digest: bytes | None = None  # of the record at `settings_offset`, whose alteration shows so
 
 
 @dataclass(frozen=True, slots=True)
@@ -630,7 +631,11 @@ class HandBack:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
-    """A producer asks for a group; answered once, in `tasks`."""
+    """A producer asks for a group; answered once, in `tasks`.
+
+    With more than one of `attempts`, slots that are lost or fail by infrastructure wait for the next request that says
+    so; it may be answered with them.
+    """
 
     request: str
     worker: str
@@ -639,6 +644,7 @@ class LeaseRequest:
     size: int | None
     purpose: str
     version: int | None
+    attempts: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ means something only while that attempt is the slot's newest.
   attempt follows one that was lost with its worker is a suspect. It runs on one worker, which runs no other suspect.
 - A lease handed back is no failure and uses no attempt up: the number goes on, the limit doesn't apply. One that names
   a slot which isn't leased under its number (handed back twice, or after the worker was lost) changes nothing.
-- A group that a producer asked for is bound to it: nobody else runs its slots, so a lost or returned one is exhausted.
+- A group that a producer asked for is bound: its slots are never leased unasked. One that is lost or returned waits for
+  the next producer that asks with attempts to spare; where the group has but one attempt, it is exhausted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from headrace.schemas.errors import InvalidRecord
-from headrace.schemas.events import Assignment, AttemptEnded, Exhausted, HandBack, Heartbeat, Lease, LeaseEnded
+from headrace.schemas.events import (
+    Assignment,
+    AttemptEnded,
+    Exhausted,
+    HandBack,
+    Heartbeat,
+    Lease,
+    LeaseEnded,
+    LeaseRequest,
+)
 from headrace.schemas.outcomes import REASON_HANDED_BACK, REASON_WORKER_LOST, Purpose
 
 from .assembler import ENDED_BY_FOLD
@@ -164,7 +174,8 @@ class Leasing:
             returned, lost = event.reason == REASON_HANDED_BACK, event.reason == REASON_WORKER_LOST
             slot.lost += lost
             last = slot.attempt + 1 >= group.opening.spec.max_attempts
-            if (group.bound and (returned or lost)) or (lost and last):
+            once = group.bound and group.opening.spec.max_attempts == 1
+            if (once and returned) or (lost and last):
                 slot.state = _State.ENDED
                 exhausted.append(Exhausted(event.group, number, slot.attempt, event.reason))
         self._sort(event.group)
@@ -188,6 +199,16 @@ class Leasing:
         if slot.state is not _State.ENDED:
             slot.state = _State.ENDED if event.ends_slot else _State.WAITING
         self._sort(event.group)
+
+    def asked_again(self, request: LeaseRequest) -> tuple[OpenGroup, list[int]] | None:
+        """A group whose slots wait for somebody who asks as this request does, and as many of them as it asks for."""
+        for group in self.groups.values():
+            lease = group.opening
+            if (group.bound and group.waiting and lease.spec.max_attempts > 1 and request.attempts > 1
+                    and (lease.purpose, lease.version) == (request.purpose, request.version)
+                    and request.task in (None, lease.task.id)):  # fmt: skip
+                return group, group.waiting[: request.size]
+        return None
 
     def closed(self, name: str) -> OpenGroup | None:
         """The group, which is open no longer."""

@@ -18,6 +18,7 @@ import pytest
 
 from headrace.node import free_ports
 from headrace.producers.engines import Engine
+from headrace.producers.engines.remote import RemoteEngine
 from headrace.producers.replicas import Limits
 
 NO_VLLM = "vLLM isn't installed here: `make vllm` installs its CPU build"
@@ -35,8 +36,8 @@ def needs_vllm() -> None:
 class Server:
     """vLLM's own server on a port of 127.0.0.1."""
 
-    def __init__(self, model: Path, log: Path, *, slots: int = 4, max_tokens: int = 256, key: str | None = None,
-                 processed: bool = True, weights: bool = True) -> None:  # fmt: skip
+    def __init__(self, model: Path, log: Path, *, slots: int = 4, max_tokens: int = 256, key: str | None = None
+                 ) -> None:  # fmt: skip
         needs_vllm()
         self.port = free_ports(1)[0][0]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -45,14 +46,14 @@ class Server:
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
             "--port", str(self.port), "--dtype", "float32", "--enforce-eager", "--max-model-len", str(max_tokens),
             "--max-num-seqs", str(slots), "--block-size", "32", "--seed", "0", "--served-model-name", "policy",
-            "--logprobs-mode", "processed_logprobs" if processed else "raw_logprobs",
-            *(["--worker-extension-cls", EXTENSION] if weights else []), *(["--api-key", key] if key else []),
+            "--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION,
+            *(["--api-key", key] if key else []),
         ]  # fmt: skip
         self._environment = {
             **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
             "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING",
-            "VLLM_SERVER_DEV_MODE": "1" if weights else "0",
+            "VLLM_SERVER_DEV_MODE": "1",
         }  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -61,7 +62,7 @@ class Server:
             self.process = subprocess.Popen(self._arguments, env=self._environment, stdout=out,
                                             stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
 
-    def wait(self, seconds: float = 280.0) -> None:
+    def wait(self, seconds: float = 600.0) -> None:
         assert self.process is not None
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -72,6 +73,12 @@ class Server:
             except OSError:
                 time.sleep(0.2)
         raise AssertionError(f"no vLLM server after {seconds} s: {self.log.read_text()[-3000:]}")
+
+    def busy(self) -> bool:
+        """Whether it decodes something now."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        return any(line.startswith("vllm:num_requests_running") and float(line.split()[-1]) > 0 for line in lines)
 
     def signal(self, number: int) -> None:
         """To the server and its engine process."""
@@ -85,8 +92,7 @@ class Server:
 
 
 @contextmanager
-def servers(model: Path, folder: Path, count: int = 1, **given: Any) -> Iterator[list[Server]]:
-    started = [Server(model, folder / f"server-{number}.log", **given) for number in range(count)]
+def running(*started: Server) -> Iterator[tuple[Server, ...]]:
     try:
         for server in started:
             server.start()
@@ -99,13 +105,12 @@ def servers(model: Path, folder: Path, count: int = 1, **given: Any) -> Iterator
 
 
 def remote_engine(model: Path, addresses: Sequence[str], *, slots: int, max_tokens: int, dtype: str = "float32",
-                  limits: Limits | None = None) -> Engine:  # fmt: skip
+                  limits: Limits | None = None, key: str | None = None) -> RemoteEngine:  # fmt: skip
     from headrace.producers.engines.openai import OpenAIReplica
-    from headrace.producers.engines.remote import RemoteEngine
     from headrace.producers.engines.served import ModelFolder
 
     folder = ModelFolder(model, dtype)
-    replicas = [OpenAIReplica(address, capacity=slots, folder=folder) for address in addresses]
+    replicas = [OpenAIReplica(address, capacity=slots, folder=folder, api_key=key) for address in addresses]
     return RemoteEngine(replicas, folder, slots=slots * len(replicas), max_tokens=max_tokens,
                         facts={"engine": "openai"}, limits=limits)  # fmt: skip
 
@@ -113,7 +118,6 @@ def remote_engine(model: Path, addresses: Sequence[str], *, slots: int, max_toke
 def local_engine(model: Path, *, slots: int, max_tokens: int, dtype: str = "float32") -> Engine:
     from headrace.producers.engines.hf import HfEngine
     from headrace.producers.engines.local import LocalReplica
-    from headrace.producers.engines.remote import RemoteEngine
     from headrace.producers.engines.served import ModelFolder
 
     replica = LocalReplica(HfEngine(model, slots=slots, max_tokens=max_tokens, dtype=dtype))
@@ -122,17 +126,9 @@ def local_engine(model: Path, *, slots: int, max_tokens: int, dtype: str = "floa
 
 
 @contextmanager
-def open_kind(kind: str, model: Path, folder: Path, **sizes: Any) -> Iterator[Engine]:
+def open_kind(kind: str, model: Path, **sizes: Any) -> Iterator[Engine]:
     given: dict[str, Any] = {"dtype": "float32", **sizes}
     engine: Engine
-    if kind == "openai":
-        with servers(model, folder, slots=sizes["slots"], max_tokens=sizes["max_tokens"]) as (server,):
-            engine = remote_engine(model, [server.url], **given)
-            try:
-                yield engine
-            finally:
-                engine.close()
-        return
     if kind == "hf":
         from headrace.producers.engines.hf import HfEngine
 

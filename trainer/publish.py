@@ -22,9 +22,8 @@ from headrace.schemas.codec import decode, encode
 from headrace.schemas.errors import InvalidRecord, LogError, UndecodableRecord
 from headrace.schemas.events import Authored, Publication, SettingsChanged, Version, WeightChunk
 from headrace.schemas.hashes import digest
-from headrace.schemas.settings import RunSettings
+from headrace.schemas.settings import RunSettings, changed
 from headrace.schemas.topics import POLICY, WEIGHTS, RunTopics
-from headrace.streams.coordinator import changed
 from headrace.streams.log import clients
 from headrace.streams.log.policy import Opened, settled_end
 from headrace.streams.log.reader import Reader, beginning_offsets
@@ -70,7 +69,7 @@ def read_policy(kafka: Mapping[str, Any], topics: RunTopics, opened: Opened) -> 
                 if isinstance(event, SettingsChanged):
                     newest = head.settings[max(head.settings)]
                     head.settings[record.offset] = changed(newest, json.loads(event.changes))
-            except (UndecodableRecord, ValueError, TypeError, KeyError) as error:
+            except (UndecodableRecord, ValueError) as error:
                 log.warning("%s[%d]@%d decides nothing: %s", *where, error)
                 continue
             if not isinstance(event, Version | Publication):

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -74,6 +75,10 @@ class LoopEngine(abc.ABC):
             raise EngineError(f"request {request.request_id!r} is already active: use another id")
         check_request(request, self._vocabulary, self._max_tokens)
         self._check_alive()
+        # A token that the model doesn't have can't be sampled, and vLLM refuses to look out for it.
+        possible = frozenset(i for i in request.stop_ids if 0 <= i < self._vocabulary)
+        if possible != request.stop_ids:
+            request = replace(request, stop_ids=possible)
         active = self._active[request.request_id] = ActiveRequest(request)
         self._loop.call_soon_threadsafe(self._begin, active)
 
@@ -121,7 +126,7 @@ class LoopEngine(abc.ABC):
     # ------------------------------------------------------------------------------------------------ on the loop
 
     def _begin(self, active: ActiveRequest) -> None:
-        if not active.cancelled:
+        if not active.cancelled and active.task is None:
             active.task = self._loop.create_task(self._read(active))
 
     async def _begin_again(self, active: ActiveRequest) -> None:
@@ -129,6 +134,7 @@ class LoopEngine(abc.ABC):
         if active.task is not None:
             active.task.cancel()
             await asyncio.wait([active.task])
+            active.task = None
         self._begin(active)
 
     async def _read(self, active: ActiveRequest) -> None:

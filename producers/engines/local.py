@@ -37,6 +37,7 @@ class LocalReplica:
     def __init__(self, engine: Engine, *, name: str = "local",
                  between_steps: Callable[[Engine], object] | None = None) -> None:  # fmt: skip
         self.name = name
+        self.max_tokens: int | None = None  # its engine refuses what is too long
         self._engine, self._between = engine, between_steps
         self._capacity = engine.capacity
         self._loop: asyncio.AbstractEventLoop | None = None

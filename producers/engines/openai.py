@@ -3,14 +3,17 @@
 Such a server must return what no client can compute: the ids that it sampled and their processed log-probabilities
 (vLLM does, with `return_token_ids` and `--logprobs-mode processed_logprobs`); one that doesn't is refused. Nothing is
 ever tokenised on the way. A request runs on one version: before its weights change, every stream is cut here, so that
-whoever retries it goes on from its tokens on the new version.
+whoever retries it goes on from its tokens on the new version. A server has one owner, who writes its weights: the last
+that took it; the one before finds another's mark there, and lets it be.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +27,7 @@ from .served import ModelFolder, as_text, messages, whole
 
 CONNECT_S = 5.0
 CONTROL_S = 60.0  # an answer to anything but a generation
+CLEAR_TRIES = 50
 WEIGHTS_S = 600.0  # an answer to a message of weights
 RETRY_ELSEWHERE = frozenset({408, 409, 425, 429})  # and 5xx; any other refusal is the request's own fault
 _METRIC = re.compile(rb"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
@@ -54,6 +58,8 @@ class OpenAIReplica:
         self._lost = (aiohttp.ClientError, OSError, TimeoutError, asyncio.IncompleteReadError, ValueError)
         self._model, self._capacity, self._folder = model, capacity, folder
         self._version: int | None = version  # None: the weights there are unknown
+        self._mark = uuid.uuid4().hex[:12]  # on each version that is written here, so that another's is noticed
+        self._opened = self._written = self._taken = False
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: Any = None
         self._responses: set[Any] = set()
@@ -70,7 +76,7 @@ class OpenAIReplica:
         epoch, version = self._epoch, self._version
         told, cached, finished = 0, None, None
         try:
-            async with self._post("/v1/completions", self._body(request, version), None) as response:
+            async with self._send("POST", "/v1/completions", self._body(request, version), None) as response:
                 self._responses.add(response)
                 try:
                     await self._accepted(response)
@@ -84,6 +90,10 @@ class OpenAIReplica:
                             continue
                         ids, logprobs = self._tokens(choice, request)
                         finished = _finished(choice.get("finish_reason"))
+                        if finished:  # read to the end, so that the connection serves again
+                            with contextlib.suppress(*self._lost):
+                                async with asyncio.timeout(1.0):
+                                    await response.read()
                         if ids.size or finished:
                             yield Progress(request.request_id, ids, logprobs, version, finished, cached)
                             told += ids.size
@@ -155,16 +165,17 @@ class OpenAIReplica:
                 raise ModelError(f"replica {self.name} takes no weights ({error}): start vLLM with "
                                  "VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls "
                                  "headrace.producers.engines.vllm_worker.Extension") from error  # fmt: skip
+        self._opened = True
 
     async def health(self) -> ReplicaHealth:
-        if self._session is None:
+        if not self._opened:
             await self.open()
         await self._ask("GET", "/health")
         version = self._version
         if self._folder is not None and self._open_for_requests.is_set():
-            served = str((await self._ask("GET", "/weight_info")).get("weight_version"))
-            if served != str(version) and self._open_for_requests.is_set():
-                version = self._version = None  # it was started anew, or somebody else changed its weights
+            epoch, served = self._epoch, await self._served_version()
+            if served != version and epoch == self._epoch:
+                version = self._version = None  # it was started anew
         counts = {"running": len(self._responses), "waiting": 0}
         try:
             text = await self._ask("GET", "/metrics", raw=True)
@@ -175,26 +186,46 @@ class OpenAIReplica:
         return ReplicaHealth(-1 if version is None else version, version is not None, counts["running"],
                              counts["waiting"], self._capacity)  # fmt: skip
 
+    async def _served_version(self) -> int | None:
+        """What this owner wrote last there. Raises ReplicaLost where another has taken the server since."""
+        mark, _, number = str((await self._ask("GET", "/weight_info")).get("weight_version")).partition(":")
+        if mark == self._mark:
+            return int(number)
+        self._taken = self._taken or (self._written and number != "")
+        if self._taken:
+            raise ReplicaLost(f"replica {self.name} has been taken over by another worker")
+        return None
+
     async def apply(self, version: int, changes: Changes) -> None:
         """Overwrite the server's weights; they were checked. Every stream here is cut first. Raises ReplicaLost, and
         then the weights there are unknown until they are made anew (`restore`)."""
         assert self._folder is not None
+        await self._served_version()
         self._open_for_requests.clear()
         self._epoch += 1
         self._version = None
         for response in list(self._responses):
             response.close()
         try:
-            await self._ask("POST", "/pause?mode=abort&clear_cache=true")
+            await self._ask("POST", "/pause?mode=abort")
+            await self._clear_cache()
             for parts in messages(self._folder.bits, changes):
                 await self._rpc("headrace_write", as_text(parts))
-            await self._ask("POST", "/update_weight_version", {"new_version": str(version)})
+            await self._ask("POST", "/update_weight_version", {"new_version": f"{self._mark}:{version}"})
             await self._ask("POST", "/resume")
-            self._version = version
+            self._version, self._written = version, True
         except EngineError as error:
             raise ReplicaLost(f"replica {self.name} didn't take version {version}: {error}") from error
         finally:
             self._open_for_requests.set()
+
+    async def _clear_cache(self) -> None:
+        """No key of the old weights stays. Raises ReplicaLost where the server doesn't say that it did."""
+        for _ in range(CLEAR_TRIES):  # what was aborted holds its blocks for a moment
+            if (await self._ask("POST", "/reset_prefix_cache")).get("success"):
+                return
+            await asyncio.sleep(0.1)
+        raise ReplicaLost(f"replica {self.name} didn't clear its prefix cache")
 
     async def restore(self, version: int, whole: Changes) -> None:
         """Make all of its weights anew, whatever was there."""
@@ -214,12 +245,13 @@ class OpenAIReplica:
 
     # ------------------------------------------------------------------------------------------------------ HTTP
 
-    def _post(self, path: str, body: Any, timeout_s: float | None) -> Any:
+    def _send(self, verb: str, path: str, body: Any, timeout_s: float | None) -> Any:
         import aiohttp
 
         if self._session is None or self._session.closed:
             raise ReplicaLost(f"replica {self.name} is not open")
-        return self._session.post(path, json=body, timeout=aiohttp.ClientTimeout(timeout_s, sock_connect=CONNECT_S))
+        timeout = aiohttp.ClientTimeout(timeout_s, sock_connect=CONNECT_S)
+        return self._session.request(verb, path, json=body, timeout=timeout)
 
     async def _rpc(self, method: str, parts: str) -> Any:
         assert self._folder is not None
@@ -231,8 +263,7 @@ class OpenAIReplica:
         """One answer. Raises ReplicaLost, or EngineError where the server refuses."""
         try:
             async with asyncio.timeout(timeout_s):
-                asked = self._post(path, body, timeout_s) if verb == "POST" else self._session.get(path)
-                async with asked as response:
+                async with self._send(verb, path, body, timeout_s) as response:
                     await self._accepted(response)
                     content = await response.read()
         except self._lost as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.schemas.errors import SettingsError
 from headrace.schemas.settings import ModelSettings
@@ -56,14 +56,15 @@ def _open(model: ModelSettings, choice: EngineChoice) -> Engine:
         facts = {"engine": "openai", "replicas": ",".join(one.name for one in replicas)}
         return RemoteEngine(replicas, folder, slots=choice.slots * len(replicas), max_tokens=model.max_length,
                             facts=facts)  # fmt: skip
-    sizes = {"slots": choice.slots, "max_tokens": model.max_length}
+    own: dict[str, Any] = {"slots": choice.slots, "max_tokens": model.max_length, "dtype": model.dtype,
+                           "compute_dtype": model.compute_dtype, "device": choice.device}  # fmt: skip
     if choice.kind == "vllm":
         from .vllm import VllmEngine
 
-        return VllmEngine(model.path, dtype=model.dtype, compute_dtype=model.compute_dtype, device=choice.device, **sizes)
+        return VllmEngine(model.path, **own)
     from .hf import HfEngine
 
-    return HfEngine(model.path, dtype=model.dtype, compute_dtype=model.compute_dtype, device=choice.device, **sizes)
+    return HfEngine(model.path, **own)
 
 
 def open_replicas(choice: EngineChoice, folder: ModelFolder | None = None) -> list[OpenAIReplica]:

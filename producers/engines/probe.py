@@ -7,19 +7,20 @@ ratio. So each role that opens an engine asks it for the same tokens at two temp
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from headrace.schemas.errors import EngineError, ModelError
 
-from . import Engine, GenerationRequest, Progress, Sampling
+from . import Engine, GenerationRequest, Progress, Replica, Sampling
 
 COLD = 0.05  # so cold that nearly always the likeliest token is drawn: the same as greedily
 TOKENS = 8
 SURE = -0.01  # nats: a token surer than this has about the same log-probability at any temperature
 EQUAL = 1e-3  # nats: more than two forwards of one engine differ by, in any dtype that serves
+GREEDY, COLDLY = Sampling(1.0, TOKENS, 0, greedy=True), Sampling(COLD, TOKENS, 0)
 TEXTS = ("The", "Once upon a time", "1 2 3", "import")
 
 # What a caller may ask of an OpenAI-compatible endpoint that changes the sampled distribution, and the value at which
@@ -63,11 +64,24 @@ def probe(engine: Engine) -> None:
     that a log-probability can be."""
     for text in TEXTS:
         prompt = engine.encode_chat([{"role": "user", "content": text}])
-        greedy = _run(engine, prompt, Sampling(1.0, TOKENS, 0, greedy=True))
-        cold = _run(engine, prompt, Sampling(COLD, TOKENS, 0))
-        if judge(greedy, cold, engine.fingerprint().get("engine", "engine")):
+        greedy, cold = _run(engine, prompt, GREEDY), _run(engine, prompt, COLDLY)
+        if judge(greedy, cold, f"engine {engine.fingerprint().get('engine', '')}"):
             return
     # A model that is sure of every token tells nothing, and its raw and processed log-probabilities are the same.
+
+
+async def probe_replica(replica: Replica, prompts: Iterable[Sequence[int]]) -> None:
+    """The same for one replica, with prompts of token ids. Raises ModelError, or ReplicaLost where it doesn't
+    answer."""
+
+    async def run(prompt: Sequence[int], sampling: Sampling) -> list[Progress]:
+        name = f"probe/{sampling.temperature}/{sampling.greedy}"
+        return [one async for one in replica.generate(GenerationRequest(name, prompt, sampling))]
+
+    for prompt in prompts:
+        greedy, cold = await run(prompt, GREEDY), await run(prompt, COLDLY)
+        if judge(greedy, cold, f"replica {replica.name}"):
+            return
 
 
 def judge(greedy: Sequence[Progress], cold: Sequence[Progress], name: str) -> bool:
@@ -77,14 +91,14 @@ def judge(greedy: Sequence[Progress], cold: Sequence[Progress], name: str) -> bo
     for (token, at_one), (same, at_cold) in zip(_pairs(greedy), _pairs(cold), strict=False):
         for value in (at_one, at_cold):
             if not np.isfinite(value) or value > EQUAL:
-                raise ModelError(f"the {name} engine reports {value} as the log-probability of a token that it sampled")
+                raise ModelError(f"{name} reports {value} as the log-probability of a token that it sampled")
         if token != same:
             break  # from here on the two have other contexts
         if at_one < SURE:
             if abs(at_one - at_cold) < EQUAL:
                 raise ModelError(
-                    f"the {name} engine reports raw log-probabilities: the same {at_one:.4f} at temperatures 1 and "
-                    f"{COLD}. Training needs those of the sampled distribution: start vLLM with --logprobs-mode "
+                    f"{name} reports raw log-probabilities: the same {at_one:.4f} at temperatures 1 and {COLD}. "
+                    "Training needs those of the sampled distribution: start vLLM with --logprobs-mode "
                     "processed_logprobs"
                 )
             told = True

@@ -1,7 +1,7 @@
 """Decides how a worker drives replicas that compute elsewhere as if they were one engine of its own.
 
 The worker's weights live here as bits; each replica is given every update, is fenced while it serves another version,
-and is made anew from these bits where it was started again or took an update only in part.
+and is made anew from these bits, and probed, where it was started again or took an update only in part.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from headrace.schemas.errors import ReplicaLost
 from ..replicas import Limits, Pool
 from . import Changes, GenerationRequest, Progress, Replica, ReplicaHealth
 from .driven import LoopEngine
+from .probe import TEXTS, probe_replica
 from .served import ModelFolder, check_changes, read_only, refuse_nan, whole, write_changes
 
 log = logging.getLogger("headrace.engines.remote")
 
 
 class UpdatableReplica(Replica, Protocol):
-    """A replica whose weights its owner writes."""
+    """A replica whose weights its owner writes. `max_tokens`: prompt and completion of a request at most, where it
+    tells."""
+
+    max_tokens: int | None
 
     async def apply(self, version: int, changes: Changes) -> None:
         """Overwrite served weights; requests that run go on, or raise RequestAborted. Raises ReplicaLost."""
@@ -43,6 +47,7 @@ class RemoteEngine(LoopEngine):
         self._folder, self._slots, self._version = folder, slots, 0
         self._facts = {"dtype": folder.dtype, **facts}
         self._replicas = {one.name: one for one in replicas}
+        self._probes = [folder.encode_chat([{"role": "user", "content": text}]) for text in TEXTS]
         self._weights = asyncio.Lock()  # one writer of weights at a time, here and in the replicas
         self._at: dict[str, int] = {}  # replica -> the version that it is known to have whole
         try:
@@ -66,6 +71,11 @@ class RemoteEngine(LoopEngine):
     @property
     def pool(self) -> Pool:
         return self._pool
+
+    @property
+    def unrouted(self) -> bool:
+        """Whether everything that it has to do waits for a replica that may serve."""
+        return self._pool.waiting >= max(1, self.active)
 
     def served_arrays(self) -> dict[str, NDArray[Any]]:
         return read_only(self._folder.bits)
@@ -91,6 +101,8 @@ class RemoteEngine(LoopEngine):
         pool = self._pool = Pool(list(self._replicas.values()), limits=limits, admit=self._admit)
         await pool.start()
         await pool.health()  # one of them must serve
+        self._max_tokens = min([self._max_tokens, *(one.max_tokens for one in self._replicas.values()
+                                                    if one.max_tokens is not None)])  # fmt: skip
         return pool
 
     async def _stop(self) -> None:
@@ -110,6 +122,7 @@ class RemoteEngine(LoopEngine):
                 log.info("replica %s is brought to version %d", replica.name, self._version)
                 self._at.pop(replica.name, None)
                 await self._replicas[replica.name].restore(self._version, whole(self._folder.bits))
+                await probe_replica(replica, self._probes)
                 self._at[replica.name] = self._version
 
     async def _update(self, version: int, changes: Changes) -> None:

@@ -84,6 +84,7 @@ class ModelFolder:
         self.eos_ids = eos_ids(model, self.tokenizer)
         self.vocabulary = int(model.get_input_embeddings().num_embeddings)
         self._config = model.config.get_text_config()
+        self.positions: int | None = getattr(self._config, "max_position_embeddings", None)
 
     def cache_bytes_per_token(self, compute_dtype: str) -> int:
         """Keys and values of all layers."""

@@ -7,7 +7,6 @@ exact whatever is still on its way. A request is salted with the version at its 
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import platform
@@ -53,6 +52,7 @@ class VllmEngine(LoopEngine):
         device: str = "cpu",
     ) -> None:
         self._folder = folder = ModelFolder(model_path, dtype)
+        max_tokens = min(max_tokens, folder.positions or max_tokens)  # vLLM insists
         super().__init__(folder.vocabulary, max_tokens)
         self._bits, self._dtype = folder.bits, dtype
         self._slots, self._version = slots, 0
@@ -147,8 +147,8 @@ class VllmEngine(LoopEngine):
     async def _stop(self) -> None:
         if hasattr(self, "_engine"):
             self._engine.shutdown(timeout=CLOSE_S)
-            del self._engine
-            gc.collect()  # its finaliser fails where it runs when Python is half gone
+            # Its finaliser would do so again, and fail where Python is half gone by then.
+            self._engine.shutdown = lambda: None
 
     async def _generate(self, request: GenerationRequest) -> AsyncIterator[Progress]:
         from vllm import SamplingParams, TokensPrompt
@@ -158,17 +158,16 @@ class VllmEngine(LoopEngine):
         sampling = request.sampling
         name = f"{next(self._numbers)}/{request.request_id}"
         prompt = TokensPrompt(prompt_token_ids=[int(i) for i in request.prompt], cache_salt=f"v{self._version}")
-        parameters = SamplingParams(
-            temperature=0.0 if sampling.greedy else sampling.temperature, max_tokens=sampling.max_new_tokens,
-            seed=sampling.seed % 2**63, stop_token_ids=sorted(i for i in request.stop_ids if i < self._vocabulary),
-            ignore_eos=True, logprobs=0,
-            detokenize=False, output_kind=RequestOutputKind.DELTA,
-        )  # fmt: skip
-        outputs = self._engine.generate(prompt, parameters, name)
-        state, told = None, 0
+        state, told, outputs = None, 0, None
         tokens: list[int] = []
         logprobs: list[float] = []
         try:
+            parameters = SamplingParams(
+                temperature=0.0 if sampling.greedy else sampling.temperature, max_tokens=sampling.max_new_tokens,
+                seed=sampling.seed % 2**63, stop_token_ids=sorted(request.stop_ids), ignore_eos=True, logprobs=0,
+                detokenize=False, output_kind=RequestOutputKind.DELTA,
+            )  # fmt: skip
+            outputs = self._engine.generate(prompt, parameters, name)
             async for output in outputs:
                 completion = output.outputs[0]
                 tokens += completion.token_ids
@@ -190,7 +189,8 @@ class VllmEngine(LoopEngine):
         except VLLMClientError as error:
             raise EngineError(f"vLLM refuses request {request.request_id!r}: {error}") from error
         finally:
-            await outputs.aclose()
+            if outputs is not None:
+                await outputs.aclose()
 
     def _state_of(self, name: str) -> Any:
         """vLLM's record of a request, which knows the versions of its tokens while it runs."""
@@ -239,11 +239,12 @@ def cut(request_id: str, tokens: Sequence[int], logprobs: Sequence[float], told:
         starts: Sequence[tuple[str, int]], finished: Finished | None, cached: int | None
         ) -> list[Progress]:  # fmt: skip
     """New tokens of a request as progress of one version each. `told` of its tokens came before; `starts`: (version,
-    where in the whole completion it begins)."""
+    where in the whole completion it begins), perhaps beyond what has come so far."""
     out: list[Progress] = []
     end = told + len(tokens)
     for index, (version, start) in enumerate(starts):
-        begin, until = max(start, told), starts[index + 1][1] if index + 1 < len(starts) else end
+        begin = max(start, told)
+        until = min(end, starts[index + 1][1]) if index + 1 < len(starts) else end
         if begin < until:
             piece = slice(begin - told, until - told)
             ids, values = np.array(tokens[piece], np.int32), np.array(logprobs[piece], np.float32)

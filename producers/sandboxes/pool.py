@@ -1,8 +1,8 @@
 """A pool of warm sandboxes: set up in the background, each taken once, then killed and replaced.
 
 An episode that is known ahead `order`s its sandbox and takes it when it has its turn; one that isn't takes a spare.
-How many there are is decided in `sizing`; this module does what it says, with a few threads that start and kill. They
-live as long as the pool, since a sandbox may end with the thread that started it.
+How many there are is decided in `sizing`; this module does what it says, with a thread for each that may be set up at
+once. They live as long as the pool, since a sandbox may end with the thread that started it.
 
 A failed start is tried again up to a bound, with a pause; then it fails the oldest order of its spec, and only that.
 At its start a pool removes what earlier owners left behind who are no more; `close` leaves nothing.
@@ -25,7 +25,6 @@ from .sizing import Demand, Size, Standing, to_start
 
 log = logging.getLogger("headrace.sandboxes")
 
-THREADS = 4  # that start and kill, at most; a start waits for the machine, not for this process
 START_TIMEOUT_S = 120.0
 TRIES = 3
 PAUSE_S = 0.5  # after a failed start, so that a broken machine isn't hammered
@@ -93,7 +92,7 @@ class Pool:
         if self._swept:
             log.warning("removed %d sandboxes that processes which are no more had left behind", self._swept)
         self._threads = [threading.Thread(target=self._work, name=f"sandboxes-{i}", daemon=True)
-                         for i in range(min(THREADS, size.starting))]  # fmt: skip
+                         for i in range(size.starting)]  # fmt: skip
         for thread in self._threads:
             thread.start()
 

@@ -50,7 +50,7 @@ exec sleep infinity 3>&-
 """
 _OUTER = r"""
 exec 3>&2 2>/dev/null
-trap '' INT TERM HUP QUIT
+trap : INT TERM HUP QUIT
 while :; do bash --noprofile --norc -c "$0" 2>&1; printf 'X %d\n' "$?" >&3; done
 """
 # Outside of it, in a mount namespace that only the sandbox will have: $1 mount point, $2 bytes, $3 base or nothing.
@@ -153,6 +153,8 @@ class ProcessSandbox:
         if "\0" in command:
             return StepResult(b"a command can't hold a NUL byte\n", 0, 2, False, 0.0)
         with self._lock:
+            if self._killed:
+                raise self._lost()  # its pipes are closed, and their numbers may be another's
             began, born = time.monotonic(), ticks_now()
             kept = Kept(self.spec.output_bytes)
             self._drain(Kept(0))  # what earlier steps' processes said since
@@ -163,7 +165,7 @@ class ProcessSandbox:
             if dead:
                 self._await("R", kept, time.monotonic() + SETTLE_S)
             self._drain(kept)
-            return StepResult(kept.bytes, kept.dropped, None if said is None else int(said[1]), dead,
+            return StepResult(kept.output, kept.dropped, None if said is None else int(said[1]), dead,
                               time.monotonic() - began)  # fmt: skip
 
     def kill(self) -> None:
@@ -300,7 +302,7 @@ class Kept:
         self._begin, self._end, self.dropped = b"", b"", 0
 
     @property
-    def bytes(self) -> bytes:
+    def output(self) -> bytes:
         return self._begin + self._end
 
     def read(self, fd: int) -> int:

@@ -6,23 +6,39 @@ The reference is a plain forward pass of transformers over the bits that the eng
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
+import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
+from headrace.consumers.ledger import audit
+from headrace.consumers.run import open_run
 from headrace.models import tiny_model
 from headrace.producers.engines import Changes, Engine, GenerationRequest, Progress, Sampling
+from headrace.producers.engines.openai import OpenAIReplica
 from headrace.producers.engines.probe import probe
-from headrace.schemas.errors import EngineError, WeightsRefused
-from tests.engines import open_kind
+from headrace.producers.replicas import Limits, State
+from headrace.schemas.errors import EngineError, ReplicaLost, WeightsRefused
+from headrace.schemas.events import Version
+from headrace.schemas.topics import POLICY
+from tests.engines import Server, needs_vllm, open_kind, remote_engine, running
+from tests.proxy import Proxy
+from tests.reference_fold import check_batches
+from tests.running import Running
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.timeout(900)  # two servers and an engine process begin on a machine that may be busy
 
 SLOTS, MAX_TOKENS = 4, 256
+KEY = "sk-0123456789abcdef"
 WORDS = ["one", "two", "a longer prompt than the others, so that siblings differ in length", "one", "three"]
 numbers = itertools.count()
 
@@ -35,10 +51,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=[
     "hf", "local", pytest.param("vllm", marks=pytest.mark.slow), pytest.param("openai", marks=pytest.mark.slow),
 ])  # fmt: skip
-def engine(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with open_kind(request.param, model, tmp_path_factory.mktemp(request.param), slots=SLOTS,
-                   max_tokens=MAX_TOKENS) as opened:  # fmt: skip
+def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[Engine]:
+    if request.param == "openai":
+        server, _ = request.getfixturevalue("servers")
+        remote = remote_engine(model, [server.url], slots=SLOTS, max_tokens=MAX_TOKENS)
+        yield remote
+        remote.close()
+        return
+    with open_kind(request.param, model, slots=SLOTS, max_tokens=MAX_TOKENS) as opened:
         yield opened
+
+
+@pytest.fixture(scope="module")
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """Two of the same model; the second asks for a key."""
+    folder = tmp_path_factory.mktemp("servers")
+    sizes: Any = {"slots": SLOTS, "max_tokens": MAX_TOKENS}
+    good = Server(model, folder / "good.log", **sizes)
+    with running(good, Server(model, folder / "victim.log", key=KEY, **sizes)) as (first, second):
+        yield first, second
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +178,11 @@ def test_a_stop_token_ends_a_request_and_is_its_last(engine: Engine) -> None:
 
 def test_the_models_own_end_of_turn_is_no_end_unless_it_is_asked_for(engine: Engine) -> None:
     """Otherwise an engine's defaults would decide what is sampled."""
-    steps = one_of(engine, prompt(engine, "on and on"), Sampling(3.0, 200, seed=8))  # hot: it comes up
-    assert set(ids(steps)) & engine.eos_ids and len(ids(steps)) == 200
+    for seed in range(2 * SLOTS):  # hot, and many: it comes up
+        ask(engine, prompt(engine, "on and on"), Sampling(2.0, 200, seed))
+    out = finish(engine)
+    assert {len(ids(steps)) for steps in out.values()} == {200}
+    assert any(set(ids(steps)) & engine.eos_ids for steps in out.values())
 
 
 def test_a_cancelled_request_is_never_heard_of_again_and_others_go_on(engine: Engine) -> None:
@@ -289,3 +323,179 @@ def test_it_says_what_decides_its_numbers_and_passes_the_probe(engine: Engine) -
     assert facts["engine"] and all(isinstance(value, str) for value in facts.values())
     assert engine.decode(prompt(engine, "hello")).strip().endswith("assistant") and engine.eos_ids
     probe(engine)
+
+
+# ------------------------------------------------------------------------------------------ servers that fail
+
+QUICK = Limits(first_token_s=20.0, between_tokens_s=2.0, check_s=1.0, check_every_s=0.3, fence_s=0.2)
+
+
+def begun(engine: Any, tokens: Sequence[int], count: int, length: int) -> dict[str, list[Progress]]:
+    """Requests of which each has some tokens, and each replica some requests."""
+    out: dict[str, list[Progress]] = {
+        ask(engine, [*tokens, 3 + number], Sampling(1.0, length, seed=number)): [] for number in range(count)}
+    while not all(len(ids(steps)) >= 5 for steps in out.values()):
+        for one in engine.step():
+            out[one.request_id].append(one)
+    return out
+
+
+def check_whole(engine: Any, plain: Any, tokens: Sequence[int], out: dict[str, list[Progress]], length: int) -> None:
+    """No token is missing, repeated or from another place than where it stands."""
+    for number, (name, steps) in enumerate(out.items()):
+        assert len(ids(steps)) == length and [step.finished for step in steps if step.finished] == ["length"], name
+        whole = [*tokens, 3 + number, *ids(steps)]
+        wanted = expected(plain, engine, whole, len(tokens) + 1, 1.0)
+        np.testing.assert_allclose(logprobs(steps), wanted, atol=1e-4, rtol=0)
+
+
+def until(condition: Any, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_server_is_asked_for_what_it_must_do_before_it_serves(servers: tuple[Server, Server], model: Path,
+                                                                 caplog: pytest.LogCaptureFixture,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    _, locked = servers
+    sizes: Any = {"slots": SLOTS, "max_tokens": MAX_TOKENS}
+    with pytest.raises(ReplicaLost, match="401"):
+        remote_engine(model, [locked.url], **sizes)
+    with monkeypatch.context() as patch:
+        body = OpenAIReplica._body
+        # As if the server knew no temperature, or reported log-probabilities from before it.
+        patch.setattr(OpenAIReplica, "_body", lambda *given: body(*given) | {"temperature": 0.0})
+        with pytest.raises(ReplicaLost, match="raw log-probabilities"):
+            remote_engine(model, [locked.url], key=KEY, **sizes)
+    with pytest.raises(ReplicaLost, match="no replica serves"):
+        remote_engine(model, ["http://127.0.0.1:9"], **sizes)
+    assert KEY not in caplog.text
+
+
+@pytest.mark.slow
+def test_a_server_that_another_worker_takes_over_is_left_to_it(servers: tuple[Server, Server], model: Path) -> None:
+    server, _ = servers
+    sizes: Any = {"slots": SLOTS, "max_tokens": MAX_TOKENS, "limits": QUICK}
+    first = remote_engine(model, [server.url], **sizes)
+    second = remote_engine(model, [server.url], **sizes)
+    try:
+        until(lambda: "taken over" in next(iter(first.pool.states.values()))[1])
+        steps = one_of(second, prompt(second, "mine"), Sampling(1.0, 150, seed=0))
+        assert len(ids(steps)) == 150 and second.pool.retried == 0
+    finally:
+        first.close()
+        second.close()
+
+
+@pytest.mark.slow
+def test_a_connection_that_is_half_open_holds_nothing_up(servers: tuple[Server, Server], model: Path, plain: Any
+                                                          ) -> None:  # fmt: skip
+    good, other = servers
+    proxy = Proxy(good.port)
+    engine = remote_engine(model, [proxy.url, other.url], key=KEY, slots=SLOTS, max_tokens=MAX_TOKENS, limits=QUICK)
+    silent = proxy.url.removeprefix("http://")
+    try:
+        tokens = prompt(engine, "half open")
+        out = begun(engine, tokens, 2 * SLOTS, 180)
+        proxy.stall()
+        began = time.monotonic()
+        for name, steps in finish(engine).items():
+            out[name] += steps
+        assert time.monotonic() - began < 60
+        check_whole(engine, plain, tokens, out, 180)
+        assert engine.pool.retried > 0 and engine.pool.states[silent][0] is State.FENCED
+        proxy.flow()
+        until(lambda: engine.pool.states[silent][0] is State.SERVING)
+    finally:
+        engine.close()
+        proxy.close()
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_in_mid_turn_loses_no_token_and_catches_up_when_it_is_back(
+    servers: tuple[Server, Server], model: Path, plain: Any
+) -> None:
+    good, victim = servers
+    engine = remote_engine(model, [good.url, victim.url], key=KEY, slots=SLOTS, max_tokens=MAX_TOKENS, limits=QUICK)
+    try:
+        tokens = prompt(engine, "killed")
+        out = begun(engine, tokens, 2 * SLOTS, 180)
+        victim.signal(signal.SIGKILL)
+        for name, steps in finish(engine).items():
+            out[name] += steps
+        check_whole(engine, plain, tokens, out, 180)
+        name = victim.url.removeprefix("http://")
+        assert engine.pool.retried > 0 and engine.pool.states[name][0] is State.FENCED
+        engine.apply(1, next_version(engine))  # those that serve take it
+        assert victim.process is not None
+        victim.process.wait(30)
+        victim.start()
+        victim.wait()
+        until(lambda: engine.pool.states[name][0] is State.SERVING)
+        out = begun(engine, tokens, 2 * SLOTS, 30)
+        for request, steps in finish(engine).items():
+            out[request] += steps
+        check_whole(engine, plain, tokens, out, 30)
+        assert {step.version for steps in out.values() for step in steps} == {1}
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+def test_a_run_outlives_a_server_that_is_killed_in_mid_turn(servers: tuple[Server, Server], model: Path, tmp_path: Path,
+                                                            kafka: dict[str, Any]) -> None:  # fmt: skip
+    """No trajectory is lost or doubled, and none has a hole: the ledger closes, and at lag 0 in float32 the trainer
+    finds the log-probabilities of every token again, from the tokens before it."""
+    good, victim = servers
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "key").write_text(KEY)
+    site = f'engine = "openai"\nreplicas = ["{good.url}", "{victim.url}"]\nreplica_key_file = "{tmp_path / "key"}"'
+    run = Running(tmp_path, kafka, f"run-servers-{os.getpid()}", max_lag="max_lag = 0", dtype='dtype = "float32"',
+                  slots=f"slots = {SLOTS}\n{site}", max_new_tokens="max_new_tokens = 100")  # fmt: skip
+    try:
+        run.start("--stop-at", "3")
+        run.wait_for(1)
+        until(victim.busy)
+        victim.signal(signal.SIGKILL)
+        assert run.finish() == 0, run.said()
+        said = run.said()
+        assert "is fenced" in said and KEY not in said
+        check_run(run, 3)
+    finally:
+        run.kill_all()
+
+
+def check_run(run: Running, newest: int) -> None:
+    versions = [e for _, e in open_run(run.topics.run, run.kafka).events(POLICY) if isinstance(e, Version)]
+    assert [version.version for version in versions] == list(range(newest + 1))
+    assert all(version.metrics["mismatch_max"] < 2e-4 for version in versions[1:])
+    log = open_run(run.topics.run, run.kafka).snapshot()
+    ledger = audit(log)
+    assert ledger.closes, ledger.failures
+    assert ledger.tokens["trained"] > 0 and check_batches(log) == []
+
+
+@pytest.mark.slow
+def test_a_run_with_vllm_takes_each_version_in_place_and_its_engine_dies_with_a_killed_worker(
+    model: Path, tmp_path: Path, kafka: dict[str, Any]
+) -> None:
+    needs_vllm()
+    shutil.copytree(model, tmp_path / "model")
+    run = Running(tmp_path, kafka, f"run-vllm-{os.getpid()}", max_lag="max_lag = 0", dtype='dtype = "float32"',
+                  slots='slots = 16\nengine = "vllm"')  # fmt: skip
+    try:
+        run.start("--stop-at", "4")
+        run.wait_for(2)
+        worker = run.role("worker")
+        assert worker is not None
+        engine_process = [one for one in worker.children(recursive=True) if "EngineCore" in " ".join(one.cmdline())]
+        worker.kill()
+        assert psutil.wait_procs(engine_process, 10)[1] == [] and engine_process
+        assert run.finish() == 0, run.said()
+        check_run(run, 4)
+        assert "serving version 2" in run.said()
+    finally:
+        run.kill_all()

@@ -17,6 +17,7 @@ from headrace.schemas.events import (
     EpisodeStarted,
     GroupClosed,
     HandBack,
+    Heartbeat,
     Lease,
     LeaseEnded,
     LeaseRequest,
@@ -406,3 +407,22 @@ def test_pinned_evaluation_takes_no_room_and_is_never_batched() -> None:
     assert lease.group not in sim.payloads and not sim.coordinator.batching.candidates
     sim.restart()
     assert not sim.coordinator.batching.candidates
+
+
+def test_lost_slot_of_a_group_that_was_asked_for_waits_for_whoever_asks_next() -> None:
+    sim = started(groups=1, max_lag=0)
+    sim.observe("fleet", LeaseRequest("r1", "gw", "gw0", "chain_sum-0-9", 2, "eval", None, 3))
+    (first,) = sim.decide().tasks
+    assert isinstance(first, Lease) and first.spec.max_attempts == 3
+    sim.observe("fleet", Heartbeat("gw", "gw1", 0, 0, 0, False, "{}", {}))  # it was started anew
+    decision = sim.decide()
+    (ended,) = decision.tasks
+    assert isinstance(ended, LeaseEnded) and ended.slots == (0, 1) and not decision.trajectories
+    sim.restart()
+    sim.observe("fleet", LeaseRequest("r2", "sdk", "sdk0", None, None, "eval", None))  # has one attempt: a new group
+    sim.observe("fleet", LeaseRequest("r3", "gw", "gw1", None, 1, "eval", None, 3))
+    sim.observe("fleet", LeaseRequest("r4", "other", "other0", "chain_sum-0-9", None, "eval", None, 3))
+    leases = [one for one in sim.decide().tasks if isinstance(one, Lease) and one.request]
+    assert [(one.request, one.group == first.group, one.opens) for one in leases] == [
+        ("r2", False, True), ("r3", True, False), ("r4", True, False)]  # fmt: skip
+    assert [[(a.slot, a.attempt) for a in one.assignments] for one in leases[1:]] == [[(0, 1)], [(1, 1)]]
