@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from headrace.consumers import open_run
@@ -81,8 +82,8 @@ def measure(options: argparse.Namespace, result: Result) -> None:
             return found
 
         short, long = runs
-        found = harness.alternate({s: lambda s=s: measured(s, short) for s in SUBJECTS}, 2 if options.quick else 5,
-                                  warm=not options.quick)  # type: ignore[misc]  # fmt: skip
+        found = harness.alternate({subject: partial(measured, subject, short) for subject in SUBJECTS},
+                                  2 if options.quick else 5, warm=not options.quick)  # fmt: skip
         whole = {subject: measured(subject, long) for subject in SUBJECTS[1:]}
     rates: dict[str, Spread] = {}
     for subject, each in found.items():

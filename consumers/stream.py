@@ -41,7 +41,7 @@ class Stream(Generic[T]):
         loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(1, "headrace-stream")  # one: a Kafka client is not for several threads
         try:
-            while (batch := await loop.run_in_executor(thread, next, batches, None)) is not None:
+            while (batch := await loop.run_in_executor(thread, lambda: next(batches, None))) is not None:
                 for one in batch:
                     yield one
         finally:

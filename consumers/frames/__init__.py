@@ -82,8 +82,8 @@ class Table:
 
     def to_polars(self) -> polars.DataFrame:
         """As polars."""
-        polars = _need("polars")
-        return polars.from_arrow(self.to_arrow())
+        frame: polars.DataFrame = _need("polars").from_arrow(self.to_arrow())
+        return frame
 
     def to_parquet(self, file: str | os.PathLike[str]) -> int:
         """Write it, batch by batch, zstd; the number of rows. The file appears whole or not at all."""

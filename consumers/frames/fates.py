@@ -39,13 +39,11 @@ class Fates:
         self._db.execute("BEGIN")
         ignored = Failures()
         for fact in read_facts(source, BATCHES, 0, ignored):
-            event = fact.event
+            event, rows = fact.event, list[tuple[str, str, str | None, int | None, int | None]]()
             if isinstance(event, Manifest):
                 rows = [(ref.group, str(Disposition.BATCHED), None, event.batch, ref.max_lag) for ref in event.groups]
             elif isinstance(event, Disposed):
                 rows = [(event.group, event.disposition, event.reason, None, None)]
-            else:
-                continue
             self._db.executemany("INSERT OR IGNORE INTO fates VALUES (?,?,?,?,?)", rows)
         self._versions = {fact.event.batch: fact.event.version for fact in read_facts(source, POLICY, 0, ignored)
                           if isinstance(fact.event, Version) and fact.event.version}  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NEWEST = 120  # batches or versions: more would be lines too thin to see
 # Okabe and Ito's colours, which most colour-blind people tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9, "axes.spines.top": False,
     "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "axes.axisbelow": True, "legend.frameon": False,
     "legend.fontsize": 8,
@@ -33,7 +33,6 @@ def plots(report: Report) -> dict[str, str]:
     matplotlib is missing."""
     try:
         import matplotlib
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
     except ImportError as error:
         raise SettingsError("the report needs matplotlib, which is not installed: pip install 'headrace[report]'; "
@@ -45,8 +44,9 @@ def plots(report: Report) -> dict[str, str]:
             axes = [figure.add_subplot(1, panels, i + 1) for i in range(panels)]
             if draw(report, axes):
                 text = io.StringIO()
-                FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None, "Creator": None})
-                out[key] = text.getvalue().partition("<svg")[1] + text.getvalue().partition("<svg")[2]
+                figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+                svg = text.getvalue()
+                out[key] = svg[svg.index("<svg") :]  # without the prologue of a file of its own
     return out
 
 
@@ -98,7 +98,8 @@ def _alignment(report: Report, axes: Sequence[Axes]) -> bool:
 
 def _reliability(report: Report, axes: Sequence[Axes]) -> bool:
     windows = [w for w in report.figures.rewards if w.mean is not None]
-    axes[0].plot([(w.first + w.last) / 2 for w in windows], [w.mean for w in windows], color=COLOURS[2], marker="o")
+    axes[0].plot([(w.first + w.last) / 2 for w in windows], _known(w.mean for w in windows), color=COLOURS[2],
+                 marker="o")  # fmt: skip
     _label(axes[0], "version", "reward", "Reward of all closed groups")
     found = report.reliability.outcomes
     order = [str(outcome) for outcome in Outcome if str(outcome) in found]
@@ -110,11 +111,11 @@ def _reliability(report: Report, axes: Sequence[Axes]) -> bool:
 def _publication(report: Report, axes: Sequence[Axes]) -> bool:
     found = report.transport.deliveries[-5 * NEWEST :]
     timed = [one for one in found if one.latency_s is not None]
-    axes[0].plot(
-        [one.version for one in timed], [one.latency_s for one in timed], ".", color=COLOURS[0], label="latency"
-    )
+    axes[0].plot([one.version for one in timed], _known(one.latency_s for one in timed), ".", color=COLOURS[0],
+                 label="latency")  # fmt: skip
     paused = [one for one in found if one.pause_s is not None]
-    axes[0].plot([one.version for one in paused], [one.pause_s for one in paused], ".", color=COLOURS[5], label="pause")
+    axes[0].plot([one.version for one in paused], _known(one.pause_s for one in paused), ".", color=COLOURS[5],
+                 label="pause")  # fmt: skip
     axes[0].legend()
     _label(axes[0], "version", "seconds", "Each version at each replica")
     legs = report.transport.legs
@@ -168,6 +169,10 @@ def _stacked(axis: Axes, names: Sequence[str], parts: Mapping[str, Sequence[floa
         left = left + np.asarray(values)
     if names:
         axis.legend(ncols=3)
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 def _label(axis: Axes, x: str, y: str, title: str) -> None:
