@@ -28,8 +28,14 @@ from .routing import Choice, Request, Router, blocks_of
 log = logging.getLogger("headrace.replicas")
 
 FENCED_MAX_S = 60.0
-BUDGET_RESERVE, BUDGET_SHARE = 10.0, 0.2  # retries that are always possible, and more for each request that ended well
+# Retries that are possible at once (and one more for each place on a replica, since one that dies loses as many), and
+# what a request that ends well gives back.
+BUDGET_RESERVE, BUDGET_SHARE = 10.0, 0.2
 SEED_STEP = 0x9E3779B97F4A7C15  # a retry draws from another random stream than the tokens that it follows
+
+
+class _Stalled(ReplicaLost):
+    """One stream is silent while others of its replica go on: no reason to fence it."""
 
 
 class State(enum.StrEnum):
@@ -40,8 +46,8 @@ class State(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Time-outs in seconds. `first_token_s` covers the queue and the prompt; `patience_s` is how long a request waits
-    while no replica serves."""
+    """Time-outs in seconds. `first_token_s` covers the prompt, and the queue where the replica gives no tokens to
+    anybody; `patience_s` is how long a request waits while no replica serves."""
 
     first_token_s: float = 120.0
     between_tokens_s: float = 30.0
@@ -63,18 +69,20 @@ class _Entry:
     failures: int = 0  # since it last finished a request
     failed_checks: int = 0
     fenced_until: float = 0.0
+    heard: float = 0.0  # the last token, of any request
     running: dict[int, asyncio.Timeout] = field(default_factory=dict)  # by ticket: each wait for a token
     checking: asyncio.Task[None] | None = None
+    checked: asyncio.Event = field(default_factory=asyncio.Event)  # once
 
 
-Admit = Callable[[Replica, ReplicaHealth], Awaitable[None]]
+Admit = Callable[[Replica, ReplicaHealth], Awaitable[ReplicaHealth]]
 
 
 class Pool:
     """Several replicas as one; offers `Replica` itself. All methods on one loop; `start` first.
 
-    `admit(replica, health)` is called after each health check and may bring a replica up to date; ReplicaLost keeps it
-    fenced.
+    `admit(replica, health)` is called after each health check; it may bring a replica up to date, and returns its
+    health then. ReplicaLost keeps it fenced.
     """
 
     name = "pool"
@@ -88,7 +96,7 @@ class Pool:
         self._entries: dict[str, _Entry] = {}
         self._given = list(replicas)
         self._changed = asyncio.Event()  # some replica may serve that didn't
-        self._budget = BUDGET_RESERVE
+        self._budget = self._most = BUDGET_RESERVE
         self.retried = 0  # requests that went on elsewhere
         self.waiting = 0  # requests that no replica may take now
         self._closed = False
@@ -108,7 +116,7 @@ class Pool:
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Progress]:
         end = time.monotonic() + self._limits.request_s
         given: list[int] = []
-        version, attempts, avoid = 0, 0, set[str]()
+        version, attempts, losses, avoid = 0, 0, 0, set[str]()
         while True:
             asked = _the_rest(request, given, attempts)
             if asked is None:  # all there is had come, only the end was lost
@@ -134,10 +142,11 @@ class Pool:
                 attempts += 1
                 avoid.clear()
             except ReplicaLost as error:
-                attempts += 1
+                attempts, losses = attempts + 1, losses + 1
                 avoid = {choice.replica}
-                self._failed(entry, str(error))
-                self._spend(request, attempts, error)
+                if not isinstance(error, _Stalled):
+                    self._failed(entry, str(error))
+                self._spend(request, losses, error)
             finally:
                 whole = [*asked.prompt, *given[began:]]
                 self._router.ended(choice.ticket, time.monotonic(), len(given) - began,
@@ -171,30 +180,46 @@ class Pool:
     async def _watched(self, entry: _Entry, ticket: int, stream: AsyncIterator[Progress], end: float
                        ) -> AsyncGenerator[Progress]:  # fmt: skip
         """The stream, unless it is silent for too long or its replica is lost meanwhile."""
-        limit = self._limits.first_token_s
+        loop, began, limit = asyncio.get_running_loop(), time.monotonic(), self._limits.first_token_s
+        watch = asyncio.timeout_at(end)
+        timer = loop.call_later(limit, lambda: overdue())
+
+        def overdue() -> None:
+            """A request may wait in the replica's queue for long, as long as others get tokens."""
+            nonlocal timer
+            silent = time.monotonic() - max(began, entry.heard)
+            if silent < limit:
+                timer = loop.call_later(limit - silent, overdue)
+            else:
+                _expire(watch)
+
         try:
             while True:
                 try:
-                    async with asyncio.timeout_at(asyncio.get_running_loop().time() + min(
-                            limit, max(0.0, end - time.monotonic()))) as watch:  # fmt: skip
-                        entry.running[ticket] = watch
+                    entry.running[ticket] = watch
+                    async with watch:
                         one = await anext(stream, None)
                 except TimeoutError:
-                    name = entry.replica.name
-                    if time.monotonic() >= end:
+                    now = time.monotonic()
+                    if now >= end:
                         raise EngineError(f"a request took longer than {self._limits.request_s:.0f} s") from None
-                    raise ReplicaLost(entry.why or f"replica {name} was silent for {limit:.0f} s") from None
+                    kind = _Stalled if now - entry.heard < limit and not entry.why else ReplicaLost
+                    raise kind(entry.why or f"replica {entry.replica.name} was silent for {limit:.0f} s") from None
                 if one is None:
                     return
+                timer.cancel()
+                entry.heard = time.monotonic()
                 yield one
                 limit = self._limits.between_tokens_s
+                watch = asyncio.timeout_at(min(end, time.monotonic() + limit))
         finally:
+            timer.cancel()
             entry.running.pop(ticket, None)
             await stream.aclose()  # type: ignore[attr-defined]
 
-    def _spend(self, request: GenerationRequest, attempts: int, error: ReplicaLost) -> None:
-        if attempts > self._limits.retries:
-            raise ReplicaLost(f"request {request.request_id!r} was lost {attempts} times, last: {error}") from error
+    def _spend(self, request: GenerationRequest, losses: int, error: ReplicaLost) -> None:
+        if losses > self._limits.retries:
+            raise ReplicaLost(f"request {request.request_id!r} was lost {losses} times, last: {error}") from error
         if self._budget < 1:
             raise ReplicaLost(f"request {request.request_id!r} was lost, and too many others too: {error}") from error
         self._budget -= 1
@@ -206,7 +231,7 @@ class Pool:
         """Check every replica once, and go on doing so."""
         for replica in self._given:
             self.add(replica)
-        await asyncio.gather(*(self._check(entry) for entry in self._entries.values()))
+        await asyncio.gather(*(entry.checked.wait() for entry in self._entries.values()))
 
     def add(self, replica: Replica) -> None:
         """A replica takes requests from its first good health check on."""
@@ -263,7 +288,7 @@ class Pool:
 
     def _well(self, entry: _Entry) -> None:
         entry.failures = 0
-        self._budget = min(BUDGET_RESERVE + 100.0, self._budget + BUDGET_SHARE)
+        self._budget = min(self._most, self._budget + BUDGET_SHARE)
 
     def _failed(self, entry: _Entry, why: str) -> None:
         name = entry.replica.name
@@ -275,10 +300,11 @@ class Pool:
 
     async def _check_for_ever(self, entry: _Entry) -> None:
         while True:
+            await self._check(entry)
+            entry.checked.set()
             # One that is gone for good is asked less often.
             slower = 1 if entry.failed_checks < self._limits.failed_checks else 10
             await asyncio.sleep(self._limits.check_every_s * slower)
-            await self._check(entry)
 
     async def _check(self, entry: _Entry) -> None:
         name = entry.replica.name
@@ -286,13 +312,15 @@ class Pool:
             async with asyncio.timeout(self._limits.check_s):
                 health = await entry.replica.health()
             if self._admit is not None:
-                await self._admit(entry.replica, health)
-                health = replace(health, serving=True)
+                health = await self._admit(entry.replica, health)
             if not health.serving:
                 raise ReplicaLost(f"replica {name} takes no requests")
         except Exception as error:  # whatever a replica does must not end its checks
             self._check_failed(entry, error)
             return
+        if entry.health is None:
+            self._budget += health.capacity
+            self._most += health.capacity
         entry.health, entry.failed_checks = health, 0
         self._router.told(name, health.waiting, health.capacity)
         if entry.state is State.FENCED and time.monotonic() >= entry.fenced_until:
@@ -317,10 +345,13 @@ class Pool:
 
 def _cut(entry: _Entry) -> None:
     """End every wait for one of its tokens."""
-    now = asyncio.get_running_loop().time()
     for watch in entry.running.values():
-        with contextlib.suppress(RuntimeError):  # it has just ended
-            watch.reschedule(now)
+        _expire(watch)
+
+
+def _expire(watch: asyncio.Timeout) -> None:
+    with contextlib.suppress(RuntimeError):  # it has just ended, or not begun
+        watch.reschedule(asyncio.get_running_loop().time())
 
 
 def _the_rest(request: GenerationRequest, given: Sequence[int], attempts: int) -> GenerationRequest | None:

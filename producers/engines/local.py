@@ -61,6 +61,8 @@ class LocalReplica:
                 over = isinstance(item, Exception) or item.finished is not None
                 if isinstance(item, Exception):
                     raise item
+                if item.finished == "lost":
+                    raise ReplicaLost(f"replica {self.name} gave request {request.request_id!r} up")
                 yield item
         finally:
             if not over:

@@ -26,7 +26,7 @@ from . import Changes, Finished, GenerationRequest, Progress, ReplicaHealth
 from .served import ModelFolder, as_text, messages, whole
 
 CONNECT_S = 5.0
-CONTROL_S = 60.0  # an answer to anything but a generation
+CONTROL_S = 20.0  # an answer to anything but a generation
 CLEAR_TRIES = 50
 WEIGHTS_S = 600.0  # an answer to a message of weights
 RETRY_ELSEWHERE = frozenset({408, 409, 425, 429})  # and 5xx; any other refusal is the request's own fault

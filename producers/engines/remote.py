@@ -7,7 +7,6 @@ and is made anew from these bits, and probed, where it was started again or took
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -23,6 +22,9 @@ from .probe import TEXTS, probe_replica
 from .served import ModelFolder, check_changes, read_only, refuse_nan, whole, write_changes
 
 log = logging.getLogger("headrace.engines.remote")
+
+UPDATE_S = 60.0  # for a replica to take an update
+LAGGARD_S = 5.0  # more, once another has it
 
 
 class UpdatableReplica(Replica, Protocol):
@@ -50,6 +52,8 @@ class RemoteEngine(LoopEngine):
         self._probes = [folder.encode_chat([{"role": "user", "content": text}]) for text in TEXTS]
         self._weights = asyncio.Lock()  # one writer of weights at a time, here and in the replicas
         self._at: dict[str, int] = {}  # replica -> the version that it is known to have whole
+        # Replicas whose weights are being made anew -> what was updated since that began.
+        self._missed: dict[str, list[tuple[int, Changes]]] = {}
         try:
             self._pool: Pool = self._on_loop(self._start(limits))
         except BaseException:
@@ -112,32 +116,60 @@ class RemoteEngine(LoopEngine):
     def _generate(self, request: GenerationRequest) -> AsyncIterator[Progress]:
         return self._pool.generate(request)
 
-    async def _admit(self, replica: Replica, health: ReplicaHealth) -> None:
-        """A replica serves only with the weights that are here."""
-        at = self._at.get(replica.name)
-        if at == self._version == health.version and health.serving:
-            return
-        async with self._weights:
-            if self._at.get(replica.name) != self._version or health.version != self._version or not health.serving:
-                log.info("replica %s is brought to version %d", replica.name, self._version)
-                self._at.pop(replica.name, None)
-                await self._replicas[replica.name].restore(self._version, whole(self._folder.bits))
-                await probe_replica(replica, self._probes)
-                self._at[replica.name] = self._version
+    async def _admit(self, replica: Replica, health: ReplicaHealth) -> ReplicaHealth:
+        """A replica serves only with the weights that are here. Making them anew takes long where there are many: what
+        is updated meanwhile goes there too, and nobody waits for it."""
+        name = replica.name
+        if self._at.get(name) == self._version == health.version and health.serving:
+            return health
+        log.info("replica %s is brought to version %d", name, self._version)
+        self._at.pop(name, None)
+        missed = self._missed[name] = []
+        try:
+            await self._replicas[name].restore(self._version, whole(self._folder.bits))
+            await probe_replica(replica, self._probes)
+            async with self._weights:
+                for version, changes in missed:
+                    async with asyncio.timeout(LAGGARD_S):
+                        await self._replicas[name].apply(version, changes)
+                self._at[name] = self._version
+        finally:
+            del self._missed[name]
+        return await replica.health()
 
     async def _update(self, version: int, changes: Changes) -> None:
         async with self._weights:
             write_changes(self._folder.bits, changes)
             before, self._version = self._version, version
+            for missed in self._missed.values():
+                missed.append((version, changes))
             current = [name for name, at in self._at.items() if at == before]
             self._at.clear()
-            results = await asyncio.gather(*(self._replicas[name].apply(version, changes) for name in current),
-                                           return_exceptions=True)  # fmt: skip
-            for name, result in zip(current, results, strict=True):
-                if isinstance(result, BaseException):
-                    with contextlib.suppress(KeyError):
-                        self._pool.fence(name, f"it didn't take version {version}: {result}")
-                else:
+            for name, failed in (await self._offer(version, changes, current)).items():
+                if failed is None:
                     self._at[name] = version
+                else:
+                    self._pool.fence(name, f"it didn't take version {version}: {failed}")
         if not self._at:
             raise ReplicaLost(f"no replica took version {version}")
+
+    async def _offer(self, version: int, changes: Changes, names: Sequence[str]) -> dict[str, str | None]:
+        """Replica -> why it didn't take the update. Once one has it, the others have `LAGGARD_S`, since the worker
+        waits."""
+        tasks = {asyncio.create_task(self._replicas[name].apply(version, changes)): name for name in names}
+        waiting, limit = set(tasks), UPDATE_S
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+            if any(task.exception() is None for task in done):
+                limit = LAGGARD_S
+        for task in waiting:
+            task.cancel()
+        if waiting:
+            await asyncio.wait(waiting)
+        answers: dict[str, str | None] = {}
+        for task, name in tasks.items():
+            error = TimeoutError("it took too long") if task in waiting else task.exception()
+            answers[name] = None if error is None else str(error)
+        return answers

@@ -487,15 +487,15 @@ def test_a_run_with_vllm_takes_each_version_in_place_and_its_engine_dies_with_a_
     run = Running(tmp_path, kafka, f"run-vllm-{os.getpid()}", max_lag="max_lag = 0", dtype='dtype = "float32"',
                   slots='slots = 16\nengine = "vllm"')  # fmt: skip
     try:
-        run.start("--stop-at", "4")
-        run.wait_for(2)
+        run.start("--stop-at", "3")
+        run.wait_for(1)
         worker = run.role("worker")
         assert worker is not None
         engine_process = [one for one in worker.children(recursive=True) if "EngineCore" in " ".join(one.cmdline())]
         worker.kill()
         assert psutil.wait_procs(engine_process, 10)[1] == [] and engine_process
         assert run.finish() == 0, run.said()
-        check_run(run, 4)
+        check_run(run, 3)
         assert "serving version 2" in run.said()
     finally:
         run.kill_all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,21 @@ def test_an_engine_that_fails_loses_every_request_and_takes_no_more() -> None:
             await replica.call(lambda engine: engine.version)
 
     serve(body)
+
+
+def test_a_request_that_its_engine_gives_up_is_lost_and_not_ended() -> None:
+    class Giving(Slow):
+        def step(self) -> list[Progress]:
+            return [replace(one, finished="lost") if one.finished else one for one in super().step()]
+
+    async def body(replica: LocalReplica, engine: Slow) -> None:
+        got: list[Progress] = []
+        with pytest.raises(ReplicaLost, match="gave request 'r' up"):
+            async for one in replica.generate(request("r", 5)):
+                got.append(one)
+        assert len(got) == 4 and engine.active == 0
+
+    serve(body, Giving())
 
 
 def test_weights_change_between_steps_also_while_nothing_runs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Any
@@ -36,16 +37,20 @@ class Fickle(LocalReplica):
     def __init__(self, model: Path, name: str) -> None:
         super().__init__(HfEngine(model, slots=4, max_tokens=128), name=name)
         self.failing = False
-        self.restored = 0
+        self.apply_s = self.restore_s = 0.0  # that it takes
+        self.restored = self.begun = 0
 
     async def apply(self, version: int, changes: Changes) -> None:
         if self.failing:
             raise ReplicaLost("the connection broke")
+        await asyncio.sleep(self.apply_s)
         await super().apply(version, changes)
 
     async def restore(self, version: int, whole: Changes) -> None:
         if self.failing:
             raise ReplicaLost("the connection broke")
+        self.begun += 1
+        await asyncio.sleep(self.restore_s)
         await super().restore(version, whole)
         self.restored += 1
 
@@ -97,6 +102,29 @@ def test_a_replica_that_fails_an_update_serves_nothing_until_it_has_all_weights(
         until(lambda: "fickle" in serving(engine))
         assert fickle.restored == restored + 1
         inside = fickle._engine
+        assert inside.version == 2
+        assert all(np.array_equal(bits, engine.served_arrays()[n]) for n, bits in inside.served_arrays().items())
+    finally:
+        engine.close()
+
+
+def test_a_replica_that_hangs_in_an_update_holds_nobody_up_and_catches_up_with_what_came_meanwhile(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.producers.engines.remote.LAGGARD_S", 0.3)
+    good, slow = Fickle(model, "good"), Fickle(model, "slow")
+    engine = engine_of(model, good, slow)
+    try:
+        begun, slow.apply_s, slow.restore_s = slow.begun, 30.0, 3.0
+        began = time.monotonic()
+        engine.apply(1, update(engine))
+        assert time.monotonic() - began < 20 and serving(engine) == {"good"}
+        slow.apply_s = 0.0
+        until(lambda: slow.begun > begun)  # its weights are being made anew, which takes three seconds
+        engine.apply(2, update(engine, 0x3E00))
+        assert serving(engine) == {"good"}
+        until(lambda: "slow" in serving(engine))
+        inside = slow._engine
         assert inside.version == 2
         assert all(np.array_equal(bits, engine.served_arrays()[n]) for n, bits in inside.served_arrays().items())
     finally:
