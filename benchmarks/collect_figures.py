@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -106,8 +107,9 @@ class Journal:
         if file is not None and file.exists():
             for line in file.read_text().splitlines():
                 name, values = json.loads(line)
-                self._known[name] = Summary(**{key: tuple(value) if isinstance(value, list) else value
-                                               for key, value in values.items()})  # fmt: skip
+                fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value
+                                          for key, value in values.items()}  # fmt: skip
+                self._known[name] = Summary(**fields)
 
     def find(self, job: Job) -> Summary | None:
         return self._known.get(repr(job))
