@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -85,19 +88,36 @@ def run(job: Job) -> Summary:
     return summary(load, simulate(load, job.cell, job.arm, job.slots, job.batches), job.slots)
 
 
-def run_all(jobs: Sequence[Job], processes: int, told: Callable[[int], None] = lambda _: None) -> dict[Job, Summary]:
+def run_all(jobs: Sequence[Job], processes: int) -> Iterator[tuple[Job, Summary]]:
     """Each once; those of one seed one after another, since they share its load."""
-    todo, out = sorted(set(jobs), key=lambda job: (str(job.files), job.seed)), {}
+    todo = sorted(dict.fromkeys(jobs), key=lambda job: (str(job.files), job.seed))
     if processes == 1:
-        for number, job in enumerate(todo, 1):
-            out[job] = run(job)
-            told(number)
-        return out
+        yield from ((job, run(job)) for job in todo)
+        return
     with ProcessPoolExecutor(processes) as pool:
-        for number, (job, one) in enumerate(zip(todo, pool.map(run, todo, chunksize=8), strict=True), 1):
-            out[job] = one
-            told(number)
-    return out
+        yield from zip(todo, pool.map(run, todo, chunksize=8), strict=True)
+
+
+class Journal:
+    """Finished runs in a file, one a line, so that a long benchmark may be stopped and taken up again. Whoever changes
+    what is simulated takes another file."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file, self._known = file, dict[str, Summary]()
+        if file is not None and file.exists():
+            for line in file.read_text().splitlines():
+                name, values = json.loads(line)
+                fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value
+                                          for key, value in values.items()}  # fmt: skip
+                self._known[name] = Summary(**fields)
+
+    def find(self, job: Job) -> Summary | None:
+        return self._known.get(repr(job))
+
+    def add(self, job: Job, one: Summary) -> None:
+        if self._file is not None:
+            with self._file.open("a") as out:
+                out.write(json.dumps([repr(job), dataclasses.asdict(one)]) + "\n")
 
 
 def mean(values: Sequence[float]) -> Spread:

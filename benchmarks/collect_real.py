@@ -304,9 +304,9 @@ class _Headrace(_Driver):
                         rollouts.start(names[key[0]], key[1])
                         self._begin(episodes[key], self._taken(orders.pop(key)), pool.release, early=True)
                     for episode in self._hear():
-                        group, slot = names[episode.key[0]], episode.key[1]
-                        rollouts.sample(group, slot, 1, TOKENS_LOGGED, episode.versions[0][0])
-                        rollouts.end(group, slot, 2)
+                        name, slot = names[episode.key[0]], episode.key[1]
+                        rollouts.sample(name, slot, 1, TOKENS_LOGGED, episode.versions[0][0])
+                        rollouts.end(name, slot, 2)
             finally:
                 self._end()
                 trainer.close()

@@ -193,12 +193,11 @@ class _Run:
         self.outcome = Outcome()
         self._load, self._cell, self._apart = load, cell, arm.sandboxes
         self._collector: Collector
+        self._streams: Streams | None = None
         if arm.assembly == "headrace":
             capacity = QUEUED if arm.max_lag is not None else 2 * slots
-            self._streams = Streams(GROUPS, arm.max_lag, capacity)
-            self._collector = self._streams
+            self._collector = self._streams = Streams(GROUPS, arm.max_lag, capacity)
         else:
-            self._streams = None
             kind = BarrierCollector if arm.assembly == "barrier" else FifoCollector
             self._collector = kind(GROUPS, GROUP_SIZE)
         self._queue = Scheduled(slots) if arm.schedule else LaunchOrder(slots)

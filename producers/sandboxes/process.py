@@ -165,7 +165,7 @@ class ProcessSandbox:
             if dead:
                 self._await("R", kept, time.monotonic() + SETTLE_S)
             self._drain(kept)
-            return StepResult(kept.bytes, kept.dropped, None if said is None else int(said[1]), dead,
+            return StepResult(kept.output, kept.dropped, None if said is None else int(said[1]), dead,
                               time.monotonic() - began)  # fmt: skip
 
     def kill(self) -> None:
@@ -302,7 +302,7 @@ class Kept:
         self._begin, self._end, self.dropped = b"", b"", 0
 
     @property
-    def bytes(self) -> bytes:
+    def output(self) -> bytes:
         return self._begin + self._end
 
     def read(self, fd: int) -> int:

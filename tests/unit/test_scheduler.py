@@ -228,3 +228,10 @@ def test_each_budget_ends_its_episode_by_name(budget: Budget, spent: str) -> Non
         budget.model(50, 0.5, 0.01)
         budget.tool(2.5)
     assert budget.spent() == spent
+
+
+def test_slot_that_may_not_begin_yet_keeps_no_sibling() -> None:
+    scheduler = Scheduler(most=8)
+    keys = lease(scheduler, "g", 4)
+    assert scheduler.starts(able=lambda key: key.slot >= 2) == keys[2:]
+    assert scheduler.starts() == keys[:2]
