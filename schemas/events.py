@@ -484,6 +484,7 @@ class Manifest(Chained):
     segment_drift: bytes
     segment_weight: bytes
     reused: tuple[Reuse, ...] = ()
+    settings_digest: bytes | None = None  # of the record at `settings_offset`, whose alteration shows so
 
 
 @dataclass(frozen=True, slots=True)
