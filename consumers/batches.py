@@ -8,7 +8,7 @@ logged once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,7 @@ class Batches:
     """Read up to an offset by `advance`; at last `finish`."""
 
     source: LogSource
-    settings: Collection[int]  # offsets of the settings records of `policy`, as far as that has been read
+    settings: Mapping[int, bytes]  # offset and digest of the settings records of `policy`, as far as that has been read
     index: Index
     accounts: Accounts
     failures: Failures
@@ -132,8 +132,11 @@ class Batches:
             self._fail(fact, f"batch {event.batch} for version {event.target} where batch {self._due} is due")
         self._due = event.batch + 1
         # One that was decided after the snapshot of `policy` may name a record beyond it.
-        if event.settings_offset not in self.settings and fact.offset < self.source.settled(BATCHES, 0):
-            where = address(POLICY, 0, event.settings_offset)
+        where = address(POLICY, 0, event.settings_offset)
+        if event.settings_offset in self.settings:
+            if event.settings_digest not in (None, self.settings[event.settings_offset]):
+                self._fail(fact, f"decided under settings that {where} doesn't hold any more: it was altered")
+        elif fact.offset < self.source.settled(BATCHES, 0):
             self._fail(fact, f"decided under {where}, which holds no settings, or is missing")
         segments = self._segments(fact)
         groups = []

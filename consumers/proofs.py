@@ -38,7 +38,7 @@ from .source import LogSource
 def check_policy(source: LogSource, index: Index, accounts: Accounts, failures: Failures) -> Batches:
     """Versions without gap, each trained from the manifest it names, published in turn; and the batches that they were
     trained from. The closures must be in the index."""
-    settings: set[int] = set()
+    settings: dict[int, bytes] = {}
     batches = Batches(source, settings, index, accounts, failures)
     check = _Policy(index, batches, WeightCheck(source, failures), failures)
     announcements = Announcements(failures)
@@ -47,7 +47,7 @@ def check_policy(source: LogSource, index: Index, accounts: Accounts, failures: 
         announcements.feed(fact)
         match fact.event:
             case RunCreated() | SettingsChanged():
-                settings.add(fact.offset)  # under which a manifest may have been decided
+                settings[fact.offset] = fact.digest  # under which a manifest may have been decided
             case Version():
                 check.version(fact)
             case Publication():

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from headrace.trainer.door import TrainerBatch, open_trainer
+from headrace.trainer import open_trainer
+from headrace.trainer.door import TrainerBatch
 
 CAP = 2.0  # on a token's importance ratio
 

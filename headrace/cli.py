@@ -24,7 +24,7 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.topics import RunTopics
 
-from . import accounting, reading
+from . import accounting, changing, reading, removing
 from .settings import describe, kafka_config, load_config, load_site
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ broker_app = typer.Typer(no_args_is_help=True, help="The development broker: a r
 app.add_typer(broker_app, name="broker")
 reading.register(app)
 accounting.register(app)
+changing.register(app)
+removing.register(app)
 
 ConfigArgument = Annotated[Path, typer.Argument(help="TOML file with the run's settings", metavar="CONFIG")]
 Json = Annotated[bool, typer.Option("--json", help="for programs")]

@@ -64,7 +64,9 @@ def _write(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings) -
     try:
         records = policy.settled_records(kafka, topics)
         if records:
-            _same(policy.open_settings(kafka, topics).settings, settings, topics)
+            opened = policy.open_settings(kafka, topics)
+            if settings != policy.in_force(opened, records):  # a file may say what `headrace set` changed, or not
+                _same(opened.settings, settings, topics)
         known = {event.fingerprint for event in policy.announced(records)}
         new = [schema for schema in own_schemas() if schema[1] not in known]
         chain = _chain(records)
@@ -116,5 +118,5 @@ def _same(recorded: RunSettings, given: RunSettings, topics: RunTopics) -> None:
     if lines := differences(recorded, given):
         raise RunConflict(
             f"run {topics.run!r} exists with other settings:\n" + "\n".join(lines)
-            + "\nUse another run id, or give it the settings that it has."
+            + "\nUse another run id, or give it the settings that it has; `headrace set` changes what may change."
         )

@@ -224,7 +224,7 @@ class Span:
 
     `tokens` int32[count]; `logprobs` float32[count], nats, processed (temperature applied), for model spans and null
     otherwise; `versions` cover exactly the model tokens. `parent` is the sequence of the span that this one continues
-    (-1: the one before), so that branches form a tree.
+    (-1: the one before; 0: none, a context of its own begins), so that branches form a tree.
     """
 
     group: str
@@ -489,6 +489,7 @@ class Manifest(Chained):
     segment_drift: bytes
     segment_weight: bytes
     reused: tuple[Reuse, ...] = ()
+    settings_digest: bytes | None = None  # of the record at `settings_offset`, whose alteration shows so
 
 
 @dataclass(frozen=True, slots=True)

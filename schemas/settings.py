@@ -7,6 +7,7 @@ counts are site settings, which are never recorded).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -335,3 +336,30 @@ class RunSettings(Section):
             model_time_s=rollout.model_time_s,
             tool_time_s=rollout.tool_time_s,
         )
+
+
+# What may change in a living run: what only coordinator and trainer go by, and each where a manifest says so. The rest
+# is fixed with the run (partitions, model, group contents), or is what workers sampled under.
+CHANGEABLE = (
+    "batch.",
+    "staleness.",
+    "loss.",
+    "optimizer.learning_rate", "optimizer.warmup", "optimizer.weight_decay", "optimizer.max_grad_norm",
+    "rollout.reserves", "rollout.max_attempts", "rollout.min_survivors", "rollout.deadline_s", "rollout.max_age_s",
+    "rollout.on_deadline", "rollout.zero_variance", "rollout.lease_timeout_s", "rollout.no_progress_s",
+)  # fmt: skip
+
+
+def changed(settings: RunSettings, changes: Mapping[str, Any]) -> RunSettings:
+    """Run settings after a change of dotted keys. Raises ValueError (also pydantic's) that names the key."""
+    if not isinstance(changes, Mapping):
+        raise ValueError(f"changes are key and value, not {changes!r}")
+    plain = settings.model_dump(mode="json")
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        if not isinstance(plain.get(section), dict) or name not in plain[section]:
+            raise ValueError(f"there is no run setting {key!r}")
+        if not any(key == one or one.endswith(".") and key.startswith(one) for one in CHANGEABLE):
+            raise ValueError(f"{key} can't change in a run: it was settled when the run was created")
+        plain[section][name] = value
+    return RunSettings.model_validate(plain)

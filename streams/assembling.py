@@ -147,7 +147,7 @@ class _Partition:
 
     def _recover(self) -> Progress:
         groups = self._topics.name(GROUPS)
-        return Progress.recover(r.value or b"" for r in read_backwards(self._kafka, groups, self.number))
+        return Progress.recover(read_backwards(self._kafka, groups, self.number), self._decode)
 
     def take(self, record: Record) -> None:
         event = read_event(record.value, self._decode)

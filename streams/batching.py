@@ -104,7 +104,7 @@ class Batching:
 
     # ------------------------------------------------------------------------------------------------- decisions
 
-    def decide(self, settings: RunSettings, settings_offset: int, now_ms: int, *, last: bool) -> list[Entry]:
+    def decide(self, settings: RunSettings, settings_at: tuple[int, bytes], now_ms: int, *, last: bool) -> list[Entry]:
         """Manifests and dispositions that are due. `last`: nothing is open and no task is left, so a short batch is
         due too. Raises TooUniform, or NoProgress where infrastructure fails, after `give_up_after` closures."""
         out: list[Entry] = []
@@ -128,7 +128,7 @@ class Batching:
                 why = f"{len(taken)} left when the tasks were used up; a last batch needs {least}"
                 out += [self._dispose(candidate, Disposition.LEFTOVER, why, target) for candidate, _ in taken]
                 break
-            manifest = self._manifest(taken, settings, settings_offset, now_ms)
+            manifest = self._manifest(taken, settings, settings_at, now_ms)
             out.append(self._put(manifest))
             self._manifested(manifest)
         if self._closures > settings.batch.give_up_after and len(self.candidates) < settings.batch.groups:
@@ -152,15 +152,15 @@ class Batching:
                 out.append(_Segment(fate.slot, run.version, run.count, staleness))
         return out
 
-    def _manifest(self, taken: list[tuple[Candidate, list[_Segment]]], settings: RunSettings, settings_offset: int,
-                  now_ms: int) -> Manifest:  # fmt: skip
+    def _manifest(self, taken: list[tuple[Candidate, list[_Segment]]], settings: RunSettings,
+                  settings_at: tuple[int, bytes], now_ms: int) -> Manifest:  # fmt: skip
         rows = [(index, one) for index, (_, segments) in enumerate(taken) for one in segments]
 
         def ints(values: Iterable[int]) -> bytes:
             return pack_int32(np.array(list(values), np.int32))
 
         return Manifest(
-            **self._chain.link(), batch=self.batch + 1, target=self.batch, settings_offset=settings_offset,
+            **self._chain.link(), batch=self.batch + 1, target=self.batch, settings_offset=settings_at[0],
             decided_ms=now_ms, groups=tuple(_reference(candidate, segments) for candidate, segments in taken),
             positions=tuple(PartitionPosition(p, self.positions[p]) for p in sorted(self.positions)),
             closures_since=self._closures,
@@ -171,6 +171,7 @@ class Batching:
             segment_drift=pack_float32(np.array([one.staleness.drift for _, one in rows], np.float32)),
             segment_weight=pack_float32(np.array([one.staleness.weight for _, one in rows], np.float32)),
             reused=self.reusing.choose(settings.reuse, self.batch, {c.closure.group for c, _ in taken}),
+            settings_digest=settings_at[1],
         )  # fmt: skip
 
     def _give_up(self, settings: RunSettings) -> NoProgress:

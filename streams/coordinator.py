@@ -16,7 +16,7 @@ import json
 import math
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from headrace.schemas.errors import InvalidRecord
 from headrace.schemas.events import (
@@ -40,8 +40,9 @@ from headrace.schemas.events import (
     Task,
     Version,
 )
+from headrace.schemas.hashes import digest
 from headrace.schemas.outcomes import Closure, Purpose
-from headrace.schemas.settings import RunSettings
+from headrace.schemas.settings import RunSettings, changed
 from headrace.schemas.topics import FLEET, GROUPS
 
 from .assembler import RecordLike
@@ -85,7 +86,7 @@ class Coordinator:
         self._closed: set[str] = set()  # groups whose leases are still to be read
         self._stalls = Stalls()
         self._source = source
-        self._settings_offset = 0
+        self._settings_at = (0, b"")  # offset and digest of the record that says them
         self._cursor = self._opened = self._leases = 0
         self._requests: deque[LeaseRequest] = deque()
         self._answered: set[str] = set()
@@ -131,14 +132,14 @@ class Coordinator:
             case Publication():
                 self.published = max(self.published, event.version)
             case RunCreated():
-                self._settings_offset = record.offset
+                self._settings_at = (record.offset, digest(record.value or b""))
                 self._set(RunSettings.model_validate(json.loads(event.settings)))
             case SettingsChanged():
                 try:
                     settings = changed(self.settings, json.loads(event.changes))
-                except (ValueError, TypeError, KeyError) as error:
+                except ValueError as error:
                     raise InvalidRecord(f"the settings can't be changed so: {error}") from error
-                self._settings_offset = record.offset
+                self._settings_at = (record.offset, digest(record.value or b""))
                 self._set(settings)
             case _:
                 pass
@@ -210,7 +211,7 @@ class Coordinator:
         for ended in self.leasing.due():
             decision.tasks.append(ended)
             decision.trajectories += self.leasing.lease_ended(ended)
-        decision.batches = self.batching.decide(self.settings, self._settings_offset, now_ms, last=self.exhausted)
+        decision.batches = self.batching.decide(self.settings, self._settings_at, now_ms, last=self.exhausted)
         if self.published >= 0:
             self._lease_waiting(decision)
             self._answer(decision)
@@ -271,15 +272,3 @@ def requested_spec(settings: RunSettings, size: int | None) -> GroupSpec:
     size = size or spec.group_size
     survivors = min(settings.rollout.min_survivors or math.ceil(size / 2), size)
     return replace(spec, group_size=size, reserves=0, max_attempts=1, min_survivors=survivors)
-
-
-def changed(settings: RunSettings, changes: dict[str, Any]) -> RunSettings:
-    """Run settings after a change of dotted keys. Raises ValueError (pydantic's) on one that isn't allowed."""
-    plain = settings.model_dump(mode="json")
-    for key, value in changes.items():
-        *path, last = key.split(".")
-        section = plain
-        for name in path:
-            section = section[name]
-        section[last] = value
-    return RunSettings.model_validate(plain)

@@ -4,24 +4,39 @@ The last record of a partition of `groups` is always a `Position`: all input bel
 restart folds again from its low mark. Then a closure or an end of an attempt is due if no record of it is found between
 that mark and the position, an addendum or dead letter only at or beyond the position: a group that closed between the
 two may have been opened before the mark, and would look late now.
+
+What else lies in that partition decides nothing, as long as the chain shows that nothing of ours is missing beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
 from headrace.schemas.chain import Chain
 from headrace.schemas.codec import decode
 from headrace.schemas.columns import pack_int64
-from headrace.schemas.events import AttemptEnded, Event, GroupClosed, Position
-from headrace.schemas.hashes import crc
+from headrace.schemas.errors import InvalidRecord, RecordError
+from headrace.schemas.events import AttemptEnded, Chained, Event, GroupClosed, Kinds, Position
+from headrace.schemas.hashes import crc, digest
+from headrace.schemas.topics import GROUPS
 
 from .assembler import Closed, Effect, Fold, RecordLike, Refused
 from .clock import LogClock
+
+
+class Addressed(Protocol):
+    @property
+    def topic(self) -> str: ...
+    @property
+    def partition(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def value(self) -> bytes | None: ...
 
 
 @dataclass(slots=True)
@@ -44,13 +59,27 @@ class Progress:
     _crcs: list[int] = field(default_factory=list)
 
     @classmethod
-    def recover(cls, newest_first: Iterable[bytes]) -> Progress:
-        """From the values of a partition of `groups`, read backwards as far as is needed."""
+    def recover(cls, newest_first: Iterable[Addressed], read: Callable[[bytes | None], Event] = decode) -> Progress:
+        """From a partition of `groups`, read backwards as far as is needed.
+
+        Raises InvalidRecord where a record of ours is missing, altered or repeated on the way: what it said might
+        otherwise be said twice.
+        """
         progress, position = cls(), None
-        for value in newest_first:
-            record: Any = decode(value)
-            if position is None:
-                progress.chain = Chain.after(record, value)
+        above: tuple[int, bytes] | None = None  # what the record met last says of the one before it
+        last: Addressed | None = None
+        for one in newest_first:
+            try:
+                record = read(one.value)
+            except RecordError:
+                continue  # if it was one of ours, its neighbours in the chain show it
+            if not isinstance(record, Chained) or not isinstance(record, Kinds.BY_TOPIC[GROUPS]):
+                continue
+            if above is None:
+                progress.chain = Chain.after(record, one.value or b"")
+            elif above != (record.number + 1, digest(one.value or b"")):
+                raise _broken(one, f"record number {record.number} stands here where number {above[0] - 1} is due")
+            above, last = (record.number, record.previous), one
             if isinstance(record, AttemptEnded):
                 progress.ended.add((record.group, record.slot, record.attempt, record.ends_slot))
             elif isinstance(record, GroupClosed):
@@ -60,6 +89,9 @@ class Progress:
                     position = record
                 if record.offset <= position.low_mark:
                     break
+        else:
+            if last is not None and above is not None and above[0] > 0:
+                raise _broken(last, f"record number {above[0]} stands here, and none before it")
         if position is not None:
             progress.position, progress.read_from = position.offset, position.low_mark
             progress.clock = LogClock(position.clock_ms, position.last_ms)
@@ -121,3 +153,9 @@ class Progress:
     def committed(self, chain: Chain) -> None:
         self.chain, self.position, self.low_mark = chain, self.offset, self._next_mark
         self.pending, self._offsets, self._crcs = [], [], []
+
+
+def _broken(at: Addressed, what: str) -> InvalidRecord:
+    return InvalidRecord(f"{what}: a record was lost, altered or written by another program, and `headrace ledger` "
+                         "says which; restore the topic from a copy, or go on in a new run",
+                         at.topic, at.partition, at.offset)  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from headrace.schemas.events import (
 )
 from headrace.schemas.outcomes import Boundary, Outcome, Purpose, Source
 from headrace.schemas.settings import RunSettings
+from headrace.streams.log import reader
 
 
 def run_settings(**sections: Any) -> RunSettings:
@@ -52,6 +53,12 @@ def lease(group: str = "g", assignments: dict[int, int] | None = None, *, rules:
         spec=rules, task=TASK, cursor=1, request=None,
     )  # fmt: skip
     return Lease(**(facts | over))
+
+
+def newest_first(groups: Sequence[bytes]) -> Iterator[reader.Record]:
+    """Values of one partition of `groups`, as a reader meets them that goes backwards."""
+    for offset in reversed(range(len(groups))):
+        yield reader.Record("groups", 0, offset, 0, None, groups[offset])
 
 
 @dataclass(slots=True)

@@ -389,6 +389,7 @@ class SyntheticRun:
             segment_drift=floats[0],
             segment_weight=floats[1],
             reused=reused,
+            settings_digest=digest(self.log.logs["policy", 0][settings_offset].value or b""),
         )
         self._put("batches", self.batches.extend(manifest))
 

@@ -23,6 +23,7 @@ from headrace.schemas.events import (
     PartitionPosition,
     PayloadEpisode,
     PayloadSpan,
+    Reuse,
     SampleRef,
     SlotFate,
     Task,
@@ -90,7 +91,7 @@ class SyntheticRun:
         self._count = 0
         self.batch = 0
 
-    def write_random_batches(self, count: int, seed: int = 0) -> None:
+    def write_random_batches(self, count: int, seed: int = 0, reused: Sequence[Reuse] = ()) -> None:
         """Random prompts and tokens; plausible logprobs; every third group mixes two versions and lags by one."""
         for _ in range(count):
             rng = np.random.default_rng([seed, self.batch])
@@ -106,10 +107,10 @@ class SyntheticRun:
                     reward = float(tokens[0] % 2)
                     episodes.append(episode(slot, prompt, tokens, rng.normal(-5.5, 0.2, n), versions, reward))
                 groups.append(episodes)
-            self.write_batch(groups)
+            self.write_batch(groups, reused=reused)
 
-    def write_batch(self, groups: Sequence[Sequence[PayloadEpisode]], weight: float = 1.0,
-                    damage: str | None = None) -> int:  # fmt: skip
+    def write_batch(self, groups: Sequence[Sequence[PayloadEpisode]], weight: float = 1.0, damage: str | None = None,
+                    reused: Sequence[Reuse] = ()) -> int:  # fmt: skip
         """Samples, closures and the manifest; the manifest's offset. `damage` names what one record gets wrong."""
         refs, rows = [], []
         for index, episodes in enumerate(groups):
@@ -125,7 +126,7 @@ class SyntheticRun:
             groups=tuple(refs), positions=(PartitionPosition(0, 0),), closures_since=len(refs),
             segment_group=columns[0], segment_slot=columns[1], segment_version=columns[2], segment_count=columns[3],
             segment_drift=pack_float32(np.full(len(rows), np.nan, np.float32)),
-            segment_weight=pack_float32(np.full(len(rows), weight, np.float32)),
+            segment_weight=pack_float32(np.full(len(rows), weight, np.float32)), reused=tuple(reused),
         )  # fmt: skip
         (offset,) = self._transactor.send([Output(self.topics.name(BATCHES), 0, self._batches.extend(manifest))])
         return offset
@@ -165,6 +166,10 @@ class SyntheticRun:
         offset = self._transactor.commit(build)
         self._groups[partition] = chain
         return GroupRef(payload.group, partition, offset, hashed, tokens, 0)
+
+    def send(self, outputs: Sequence[Output]) -> None:
+        """Records as they are, without a place in any chain."""
+        self._transactor.send(outputs)
 
     def close(self) -> None:
         self._transactor.close()

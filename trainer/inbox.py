@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 from headrace.schemas.codec import kind_of
-from headrace.schemas.errors import InvalidRecord
-from headrace.schemas.events import Disposed, Manifest, Version
+from headrace.schemas.errors import InvalidRecord, RecordError
+from headrace.schemas.events import Manifest, Version
 from headrace.schemas.hashes import digest
 from headrace.schemas.settings import RunSettings, StalenessSettings
 from headrace.schemas.topics import BATCHES, RunTopics
-from headrace.streams.log.policy import Opened
+from headrace.streams.log.policy import Opened, Schemas
 from headrace.streams.log.reader import Reader, Record, beginning_offsets
 
 from .fetch import Batch, expect, fetch_batch
 from .publish import PolicyHead, read_policy
+
+log = logging.getLogger("headrace.trainer")
 
 POLL_S = 0.2
 
@@ -31,15 +34,24 @@ class Inbox:
         newest = head.versions.get(head.committed)
         at = newest.batch_offset + 1 if newest and newest.version else beginning_offsets(kafka, batches)[0]
         self._manifests = Reader(kafka, {(batches, 0): at})
-        self._reader = Reader(kafka)
+        self._reader, self._schemas = Reader(kafka), Schemas(kafka, topics)
 
     def next(self, stop: threading.Event) -> Record | None:
         """The next manifest as it lies on the log; None once `stop` is set."""
         while not stop.is_set():
             for record in self._manifests.poll(1, POLL_S):
-                if kind_of(record.value) is not Disposed:  # else a manifest, or something to be named by its address
+                if self._is_manifest(record):
                     return record
         return None
+
+    def _is_manifest(self, record: Record) -> bool:
+        """By its header: a damaged one is for whoever reads it to name. What else lies here decides nothing."""
+        if kind_of(record.value) is None:
+            try:
+                self._schemas.decode(record.value)  # a newer coordinator's: its schema is known from now on
+            except RecordError as error:
+                log.warning("%s[%d]@%d decides nothing: %s", record.topic, record.partition, record.offset, error)
+        return kind_of(record.value) is Manifest
 
     def fetch(self, record: Record, due: int, staleness: StalenessSettings | None = None) -> Batch:
         """The manifest's groups, proved; `due` is the version that it makes. `staleness` stands for that of its

@@ -53,7 +53,8 @@ def _runs(recorded: PayloadEpisode) -> list[_Run]:
     (the episode's start) for none. Spans that continue one another are consecutive, so a run is a range."""
     bounds = np.cumsum([0, *(span.count for span in recorded.spans)])
     nothing = np.zeros(0, np.int64)
-    starts, befores, run_of = [0], [nothing], []  # of runs: the first token, and the context; of spans: the run
+    starts, befores = [0], [nothing]  # of runs: the first token, and the context
+    run_of: list[int] = []  # of spans
     for i, span in enumerate(recorded.spans):
         parent = i if span.parent == -1 else span.parent
         if not 0 <= parent <= i:

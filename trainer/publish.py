@@ -22,9 +22,8 @@ from headrace.schemas.codec import decode, encode
 from headrace.schemas.errors import InvalidRecord, LogError, UndecodableRecord
 from headrace.schemas.events import Authored, Publication, SettingsChanged, Version, WeightChunk
 from headrace.schemas.hashes import digest
-from headrace.schemas.settings import RunSettings
+from headrace.schemas.settings import RunSettings, changed
 from headrace.schemas.topics import POLICY, WEIGHTS, RunTopics
-from headrace.streams.coordinator import changed
 from headrace.streams.log import clients
 from headrace.streams.log.policy import Opened, settled_end
 from headrace.streams.log.reader import Reader, beginning_offsets
@@ -57,7 +56,9 @@ class PolicyHead:
 
 
 def read_policy(kafka: Mapping[str, Any], topics: RunTopics, opened: Opened) -> PolicyHead:
-    """All of `policy`. Raises InvalidRecord where the trainer's chain or the sequence of versions is broken."""
+    """All of `policy`. A record that is no one's, or asks for settings that can't be, decides nothing, as it decided
+    nothing for the coordinator. Raises InvalidRecord where the trainer's chain or the sequence of versions is broken.
+    """
     name = topics.name(POLICY)
     head = PolicyHead({opened.offset: opened.settings}, Chain(0, digest(opened.value)))
     with Reader(kafka) as reader:
@@ -65,11 +66,12 @@ def read_policy(kafka: Mapping[str, Any], topics: RunTopics, opened: Opened) -> 
             where = (name, 0, record.offset)
             try:
                 event = decode(record.value)
-            except UndecodableRecord as error:
-                raise UndecodableRecord(str(error), *where) from error
-            if isinstance(event, SettingsChanged):
-                newest = head.settings[max(head.settings)]
-                head.settings[record.offset] = changed(newest, json.loads(event.changes))
+                if isinstance(event, SettingsChanged):
+                    newest = head.settings[max(head.settings)]
+                    head.settings[record.offset] = changed(newest, json.loads(event.changes))
+            except (UndecodableRecord, ValueError) as error:
+                log.warning("%s[%d]@%d decides nothing: %s", *where, error)
+                continue
             if not isinstance(event, Version | Publication):
                 continue
             if (event.number, event.previous) != (head.chain.number, head.chain.previous):

@@ -19,7 +19,7 @@ import transformers
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from headrace.schemas.errors import CheckpointError, ModelError, NonFiniteGradient
+from headrace.schemas.errors import CheckpointError, InvalidRecord, ModelError, NonFiniteGradient
 
 from . import corrections
 from .batches import Group, MicroBatch, counted, pack
@@ -88,13 +88,15 @@ class TrainState:
         """Make the next version from a batch that targets `target_version`, which must be the present one:
         `minibatches` x `epochs` optimizer steps, each on its share of the groups, in the manifest's order.
 
-        Raises NonFiniteLogprob and NonFiniteGradient; then nothing has changed.
+        Raises NonFiniteLogprob, NonFiniteGradient, and InvalidRecord where there is no token; then nothing has changed.
         """
         if target_version != self.version:
             raise ValueError(f"the batch targets version {target_version}, the trainer is at version {self.version}")
         started = time.perf_counter()
         rate = settings.learning_rate * min(1.0, (self.version + 1) / max(1, settings.warmup_versions))
         parts = minibatches(groups, settings.minibatches)
+        if not parts:
+            raise InvalidRecord("the batch holds no token that a model sampled: there is nothing to train")
         kept = self._copied() if settings.optimizer_steps > 1 else None  # a later step may be refused
         passes, norms, reuses, updating = [], [], [], 0.0
         try:
@@ -106,6 +108,7 @@ class TrainState:
                     norms.append(self._clip(settings.max_grad_norm))
                     before = time.perf_counter()
                     self._update(rate, settings)
+                    self._model.zero_grad(set_to_none=True)
                     updating += time.perf_counter() - before
         except Exception:
             if kept is not None:
@@ -226,7 +229,7 @@ class TrainState:
         correction = corrections.weights(
             ratios.exp(), settings.truncate_above, settings.mask_below, settings.mask_above
         )
-        share = reused_share(settings.denominator, lengths(counted(groups)), len(micro.targets))
+        share = reused_share(settings.denominator, lengths(counted(groups)), len(micro.targets), settings.budget)
         total, counts = reused_term(one, logprobs, ratios, allowed, correction, share, settings.reuse_drift_limit)
         if total is None:
             return counts, 0.0

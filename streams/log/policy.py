@@ -17,8 +17,8 @@ from pydantic import ValidationError
 
 from headrace.schemas.codec import decode, kind_of, knows, learn, own_schemas
 from headrace.schemas.errors import InvalidRecord, LogError, NotAnnounced, RecordError, RunNotFound, UnknownSchema
-from headrace.schemas.events import Event, RunCreated, SchemaAdded
-from headrace.schemas.settings import RunSettings
+from headrace.schemas.events import Event, RunCreated, SchemaAdded, SettingsChanged
+from headrace.schemas.settings import RunSettings, changed
 from headrace.schemas.topics import POLICY, RunTopics
 
 from .clients import KafkaConfig, admin, reason
@@ -73,6 +73,21 @@ def open_settings(kafka: KafkaConfig, topics: RunTopics) -> Opened:
             first.topic, 0, first.offset,
         ) from error  # fmt: skip
     return Opened(created, settings, first.offset, first.value)
+
+
+def in_force(opened: Opened, records: Iterable[Record]) -> RunSettings:
+    """The settings after all changes among `records` of `policy`. What asks for settings that can't be decides nothing,
+    here as for everyone."""
+    settings = opened.settings
+    for record in records:
+        if kind_of(record.value) is SettingsChanged:
+            try:
+                event = decode(record.value)
+                assert isinstance(event, SettingsChanged)
+                settings = changed(settings, json.loads(event.changes))
+            except (RecordError, ValueError) as error:
+                log.warning("%s[%d]@%d decides nothing: %s", record.topic, record.partition, record.offset, error)
+    return settings
 
 
 def settled_end(kafka: KafkaConfig, topics: RunTopics) -> int:

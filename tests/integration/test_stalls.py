@@ -163,18 +163,17 @@ def test_garbage_that_the_coordinator_reads_gets_one_letter_and_the_run_goes_on(
 
     others = [FLEET, FLEET, GROUPS, POLICY, POLICY]
     try:
-        with role(*assembler(run), join_s=60.0):
-            for expected in (others, [*others, BATCHES, TASKS]):  # the last two are read at a start alone
-                with role(*coordinator(run), join_s=60.0) as raised:
-                    before = run.version
-                    run.until(lambda before=before: raised or run.version > before)  # type: ignore[misc]
-                    if expected is others:
-                        pollute()
-                        run.until(lambda: raised or len(letters()) == 5)
-                    before = run.version
-                    run.until(lambda before=before: raised or run.version > before + 1)  # type: ignore[misc]
-                    assert not raised, raised
-                assert short() == sorted(expected)
+        for expected in (others, [*others, BATCHES, TASKS]):  # the last two are read at a start alone
+            with role(*assembler(run), join_s=60.0) as fallen, role(*coordinator(run), join_s=60.0) as raised:
+                before = run.version
+                run.until(lambda before=before: fallen or raised or run.version > before)  # type: ignore[misc]
+                if expected is others:
+                    pollute()
+                    run.until(lambda: fallen or raised or len(letters()) == 5)
+                before = run.version
+                run.until(lambda before=before: fallen or raised or run.version > before + 1)  # type: ignore[misc]
+                assert not fallen and not raised, (fallen, raised)
+            assert short() == sorted(expected)
         assert {letter.kind for letter in letters()} == {"UndecodableRecord", "InvalidRecord"}
         assert {letter.value for letter in letters()} == {GARBAGE, *wrong.values()}
     finally:

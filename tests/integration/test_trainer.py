@@ -22,14 +22,26 @@ from headrace.producers.engines import GenerationRequest, Sampling
 from headrace.producers.engines.hf import HfEngine
 from headrace.producers.publications import served_state
 from headrace.producers.receiver import Receiver
-from headrace.schemas.codec import decode
+from headrace.schemas.codec import decode, encode
 from headrace.schemas.columns import pack_float32
 from headrace.schemas.errors import Fenced, HeadraceError, InvalidRecord, LogError, NonFiniteLogprob, ReplayMismatch
-from headrace.schemas.events import PayloadEpisode, Publication, VersionRun
+from headrace.schemas.events import (
+    GroupClosed,
+    Manifest,
+    PayloadEpisode,
+    Publication,
+    Reuse,
+    SettingsChanged,
+    Tick,
+    VersionRun,
+)
+from headrace.schemas.hashes import GENESIS
+from headrace.schemas.outcomes import Outcome
 from headrace.schemas.settings import RunSettings
-from headrace.schemas.topics import BATCHES, POLICY
+from headrace.schemas.topics import BATCHES, GROUPS, POLICY
 from headrace.streams.log.policy import open_settings
 from headrace.streams.log.reader import Reader, Record, end_offsets, read_range
+from headrace.streams.log.transactions import Output
 from headrace.trainer import loop
 from headrace.trainer.fetch import fetch_batch
 from headrace.trainer.loop import Trainer, run_trainer
@@ -90,6 +102,12 @@ def outcome(run: SyntheticRun) -> list[tuple[Any, ...]]:
 def manifests(run: SyntheticRun) -> list[Record]:
     name = run.topics.name(BATCHES)
     return list(read_range(run.kafka, name, 0, 0, end_offsets(run.kafka, name)[0]))
+
+
+def decode_manifest(record: Record) -> Manifest:
+    event = decode(record.value)
+    assert isinstance(event, Manifest)
+    return event
 
 
 def engine_of(model: Path, **options: Any) -> HfEngine:
@@ -373,11 +391,76 @@ def test_altered_or_missing_samples_are_refused_by_address(run: SyntheticRun, tm
     assert head(run).committed == 0, "nothing was trained"
 
 
+def reuse_of(run: SyntheticRun, batch: int) -> Reuse:
+    """Of the first success in that batch, beside a group that is in none."""
+    for source in decode_manifest(manifests(run)[batch - 1]).groups:
+        (record,) = read_range(run.kafka, run.topics.name(GROUPS), source.partition, source.offset, source.offset + 1)
+        closed = decode(record.value)
+        assert isinstance(closed, GroupClosed)
+        for fate in closed.slots:
+            if fate.outcome == Outcome.MODEL_SUCCESS:
+                return Reuse("failed-altogether", source, fate.slot, 0.75, 1, fate.model_tokens)
+    raise AssertionError("the batch has no success")
+
+
+def test_success_used_again_is_fetched_from_where_its_batch_left_it(run: SyntheticRun, tmp_path: Path) -> None:
+    """It is trained beside the batch, counted apart, and changes the weights."""
+    run.write_random_batches(2)
+    train(run, tmp_path / "without", 2)
+    without = head(run).versions[2]
+    assert without.reused == ()
+
+    far = run.settings.model_copy(update={"reuse": run.settings.reuse.model_copy(update={"drift_limit": 1.0})})
+    again = SyntheticRun(run.kafka, f"{run.topics.run}-again", far)  # its logprobs are drawn, not sampled
+    try:
+        again.write_random_batches(1)
+        reuse = reuse_of(again, 1)
+        again.write_random_batches(1, reused=[reuse])
+        train(again, tmp_path / "with", 2)
+        version = head(again).versions[2]
+    finally:
+        again.close()
+    assert [one.group for one in version.reused] == ["failed-altogether"]
+    assert sum(one.trained + one.masked for one in version.reused) == reuse.model_tokens
+    assert version.groups == without.groups and version.served_hash != without.served_hash
+
+
+def test_success_used_again_whose_samples_are_not_what_its_closure_vouches_for_is_refused_by_address(
+    run: SyntheticRun, tmp_path: Path
+) -> None:
+    run.write_random_batches(1)
+    train(run, tmp_path, 1)
+    reuse = reuse_of(run, 1)
+    run.write_random_batches(1, reused=[replace(reuse, source=replace(reuse.source, content_hash=b"\7" * 16))])
+    with pytest.raises(HeadraceError, match=r"groups\[\d\]@\d+"):
+        train(run, tmp_path, 2)
+    assert head(run).committed == 1
+
+
 def test_manifest_out_of_turn_is_refused_by_address(run: SyntheticRun, tmp_path: Path) -> None:
     run.batch = 4
     run.write_random_batches(1)
     with pytest.raises(InvalidRecord, match=r"batches\[0\]@0: batch 5 for version 4 where batch 1 is due"):
         train(run, tmp_path, 1)
+
+
+def test_what_else_lies_in_policy_and_batches_decides_nothing(run: SyntheticRun, tmp_path: Path) -> None:
+    """Garbage, records of other topics and settings that can't be: before the first version, and after a restart."""
+    stray = [b"", b"garbage", encode(Tick("t", 0)), b"\xc3\x01" + b"x" * 20,
+             encode(SettingsChanged(0, GENESIS, "set", '{"batch.groups": "many"}', 0)),
+             encode(SettingsChanged(0, GENESIS, "set", "no JSON", 0))]  # fmt: skip
+
+    def litter() -> None:
+        for topic in (POLICY, BATCHES):
+            run.send([Output(run.topics.name(topic), 0, value) for value in stray])
+
+    litter()
+    run.write_random_batches(1)
+    train(run, tmp_path, 1)
+    litter()
+    run.write_random_batches(1)
+    train(run, tmp_path, 2)
+    assert head(run).committed == 2
 
 
 def test_segments_that_miss_tokens_are_refused(run: SyntheticRun, tmp_path: Path,

@@ -38,7 +38,7 @@ def run(case: Case) -> Outcome:
         got = FUNCTIONS[case.function](case.parameters, case.inputs)
     except NotCovered as error:
         return Outcome(case.id, "failed", f"no counterpart to {error}")
-    except (HeadraceError, ValueError) as error:  # refused settings: what a peer raises for, or a failure
+    except (HeadraceError, ValueError) as error:  # settings that are refused: as the peer's, or a failure
         refused = f"refused: {error}".splitlines()
         expected = "raises" in case.expected
         return Outcome(case.id, "passed" if expected else "failed", " ".join(line.strip() for line in refused))

@@ -203,8 +203,8 @@ def areal_rejection(p: dict[str, Any], i: dict[str, Any]) -> dict[str, Any]:
     tokens = data.tokens
     ratio_level = "geometric" if level == "sequence" and metric == "ratio" else "token"
     if action == "clamp":
-        if metric != "ratio":
-            raise NotCovered("action = clamp with a divergence")
+        if metric != "ratio" or (level == "sequence" and p.get("agg", "mean") != "mean"):
+            raise NotCovered("action = clamp by anything but the ratio, or its mean")
         raw = corrected(data, x, ratio_level=ratio_level).weights
         weights = corrected(data, x, ratio_level=ratio_level, truncate_below=low or 0.0, truncate_above=high).weights
         return {"mask": data.rows(tokens.used), "weight": data.rows(weights),

@@ -16,6 +16,7 @@ from headrace.consumers.facts import Fact, Failures, check_chain
 from headrace.consumers.index import Index
 from headrace.consumers.recount import Recount, by_commit
 from headrace.schemas.codec import decode, encode
+from headrace.schemas.errors import InvalidRecord
 from headrace.schemas.events import (
     Addendum,
     AttemptEnded,
@@ -33,7 +34,7 @@ from headrace.streams.assembler import Closed, Effect, Fold, Refused
 from headrace.streams.clock import MAX_STEP_MS
 from headrace.streams.log import reader
 from headrace.streams.progress import Progress
-from tests.scripted import Record, Script, lease, record, spec
+from tests.scripted import Record, Script, lease, newest_first, record, spec
 
 
 class Folded:
@@ -498,7 +499,7 @@ class Logged:
 
     def process(self, records: Sequence[reader.Record], commits: Iterable[int], until: int) -> None:
         """One process: recovers, reads up to record number `until` and dies, having committed after some."""
-        progress = Progress.recover(reversed(self.groups))
+        progress = Progress.recover(newest_first(self.groups))
         fold, commits = Fold(progress.clock), set(commits)
         for i, one in enumerate(records[:until]):
             if one.offset < progress.read_from:
@@ -520,6 +521,10 @@ class Logged:
         """Everything but positions, without the place in the chain."""
         return [replace(fact.event, number=0, previous=b"") for fact in self.facts()
                 if not isinstance(fact.event, Position)]  # fmt: skip
+
+
+def on_the_log(events: Iterable[Event]) -> list[reader.Record]:
+    return [reader.Record("t", 0, i, i, None, encode(event)) for i, event in enumerate(events)]
 
 
 def undisturbed(records: Sequence[reader.Record]) -> Logged:
@@ -579,12 +584,38 @@ def test_group_that_closed_between_mark_and_position_is_not_late_after_a_restart
     b = list(Script("b").whole(1.0))
     events: list[Event] = [lease("x", rules=rules), lease("b", rules=rules), *Script("x").whole(1.0),
                            lease("a", rules=rules), *b]  # fmt: skip
-    records = [reader.Record("t", 0, i, i, None, encode(event)) for i, event in enumerate(events)]
-    log = Logged()
-    log.process(records, [len(records) - 1], len(records))
+    records = on_the_log(events)
+    log = undisturbed(records)
     more = [*records, reader.Record("t", 0, len(records), 99, None, encode(Tick("t", 0)))]
     log.process(more, [len(more) - 1], len(more))
     assert not [event for event in log.said() if isinstance(event, Addendum)]
+
+
+@pytest.mark.parametrize("stray", [b"", b"garbage", encode(Tick("t", 0)), encode(lease())])
+def test_what_else_lies_in_groups_changes_nothing_for_the_next_process(stray: bytes) -> None:
+    log = undisturbed(on_the_log([lease(rules=spec(1)), *Script().whole(1.0)]))
+    clean = Progress.recover(newest_first(log.groups))
+    for place in range(len(log.groups) + 1):
+        assert Progress.recover(newest_first([*log.groups[:place], stray, *log.groups[place:]])) == clean
+
+
+@pytest.mark.parametrize("damage", ["lost", "altered", "repeated"])
+def test_damage_between_the_marks_is_refused_by_address_and_never_said_twice(damage: str) -> None:
+    """The closure of `b` is on the log; `a` is open since before, so that a restart reads back to that."""
+    rules = spec(1, max_attempts=1)
+    events = [lease("a", rules=rules), lease("b", rules=rules), *Script("b").whole(1.0)]
+    groups = undisturbed(on_the_log(events)).groups
+    assert len(groups) == 3  # the attempt's end, the closure, the position
+    for place in range(2):
+        damaged = list(groups)
+        if damage == "lost":
+            del damaged[place]
+        elif damage == "altered":
+            damaged[place] = damaged[place][:-1] + bytes([damaged[place][-1] ^ 1])
+        else:
+            damaged.insert(place, damaged[place])
+        with pytest.raises(InvalidRecord, match=r"groups\[0\]@\d: record number \d stands here"):
+            Progress.recover(newest_first(damaged))
 
 
 def test_decoded_event_may_be_passed_in_to_spare_a_second_decoding() -> None:

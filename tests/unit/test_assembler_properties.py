@@ -41,7 +41,7 @@ from headrace.streams.kept import Budget, KeptSpans
 from headrace.streams.log.reader import Record
 from headrace.streams.progress import Progress
 from tests.reference_fold import Closure, reference_closures
-from tests.scripted import Script, lease, spec
+from tests.scripted import Script, lease, newest_first, spec
 
 # -------------------------------------------------------------------------------------------------------- stories
 
@@ -235,7 +235,7 @@ class Assembler:
 
     def __init__(self, log: Log, records: Sequence[Record], memory: int = 1 << 20) -> None:
         self.log, self.records = log, records
-        self.progress = Progress.recover(reversed(log.groups))
+        self.progress = Progress.recover(newest_first(log.groups))
         self.fold = Fold(self.progress.clock)
         by_offset = {record.offset: record for record in records}
         self.again: list[int] = []

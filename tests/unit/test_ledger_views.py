@@ -16,7 +16,7 @@ from headrace.consumers.facts import LINES_OF_A_KIND, Failures
 from headrace.consumers.ledger import Ledger, audit
 from headrace.schemas.codec import decode, encode
 from headrace.schemas.errors import SettingsError
-from headrace.schemas.events import DeadLetter, Disposed, Manifest, Position, Version
+from headrace.schemas.events import DeadLetter, Disposed, Manifest, Position, SettingsChanged, Version
 from headrace.schemas.outcomes import Account, Closure, Outcome
 from headrace.streams.log.blobs import Blobs
 from tests.memory_log import MemoryLog
@@ -299,6 +299,26 @@ def test_a_removed_change_of_settings_is_named_by_the_batch_that_was_decided_und
     assert audit(run.log).closes
     record = next(r for r in run.log.logs["policy", 0] if r.offset == offset)
     assert any(f"policy[0]@{offset}" in line for line in audit(run.log.without(record, ("policy", 0))).failures)
+
+
+def test_the_last_settings_record_altered_is_named_by_the_batch_that_was_decided_under_it() -> None:
+    """Nothing of its writer follows it, so no chain would show it."""
+    run = SyntheticRun()
+    run.version(0)
+    for name in ("a", "b"):
+        run.lease(name, *SLOTS)
+        run.episode(name, 0, 1.0)
+        run.episode(name, 1, 0.0)
+        run.close(name, Closure.CANDIDATE)
+    offset = run.set(0)
+    run.batch(1, "a", "b", settings_offset=offset)
+    run.version(1)
+    records = run.log.logs["policy", 0]
+    place = next(i for i, r in enumerate(records) if r.offset == offset)
+    event = decode(records[place].value)
+    assert isinstance(event, SettingsChanged)
+    records[place] = replace(records[place], value=encode(replace(event, changed_ms=event.changed_ms + 1)))
+    assert any(f"policy[0]@{offset} doesn't hold" in line for line in audit(run.log).failures)
 
 
 def test_a_payload_in_a_blob_is_proven_by_its_digest_and_a_lost_or_altered_blob_is_named(tmp_path: Path) -> None:

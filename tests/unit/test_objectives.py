@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from headrace.schemas.errors import SettingsError  # noqa: E402
-from headrace.trainer import advantages, corrections, losses, penalties, rejection  # noqa: E402
+from headrace.trainer import advantages, corrections, losses, penalties, rejection, reused  # noqa: E402
 from headrace.trainer.corrections import Correction  # noqa: E402
 from headrace.trainer.losses import Objective  # noqa: E402
 from headrace.trainer.mismatch import effective_share, mismatch  # noqa: E402
@@ -109,10 +109,10 @@ def test_bad_numbers_on_masked_tokens_reach_nothing(name: str, bad: float) -> No
     tokens, logprobs, proximal, own, weights = batch(2)
     good = gradient(name, tokens, logprobs, proximal, own, weights)
     for column in (0, 1):
-        spoiled = [logprobs.clone(), proximal.clone()]
-        spoiled[column][~tokens.used] = bad
-        torch.testing.assert_close(gradient(name, tokens, *spoiled, own, weights), good, rtol=0, atol=0)
-        value = total(name, tokens, *spoiled, own, weights)
+        now, before = logprobs.clone(), proximal.clone()
+        (now, before)[column][~tokens.used] = bad
+        torch.testing.assert_close(gradient(name, tokens, now, before, own, weights), good, rtol=0, atol=0)
+        value = total(name, tokens, now, before, own, weights)
         assert bool(torch.isfinite(value))
 
 
@@ -281,6 +281,13 @@ def test_denominators_are_those_of_their_papers() -> None:
     assert shares["sequence_mean"] == pytest.approx([0.5, 0.5, 0])
     assert shares["sequence_sum"] == pytest.approx([1, 3, 0])
     assert shares["budget"] == pytest.approx([1 / 8, 3 / 8, 0])
+
+
+def test_success_used_again_counts_as_a_token_of_the_batch_does() -> None:
+    lengths = torch.tensor([2, 6])
+    for rule in ("token_mean", "sequence_sum", "budget"):
+        assert reused.share(rule, lengths, 5, 8) == losses.token_shares(rule, lengths, 8)[0]
+    assert reused.share("sequence_mean", lengths, 5) == pytest.approx(1 / (2 * 5))
 
 
 def test_figures_of_equal_policies_are_0_and_their_mean_ratio_1() -> None:

@@ -111,7 +111,7 @@ def numbers(value: Any) -> list[float]:
 def test_what_peers_let_pass_as_nan_the_trainer_refuses_at_its_door(case: str) -> None:
     """The pure functions give NaN for NaN, as the peers' do; no batch of a trainer gets so far."""
     inputs = CASES[case].inputs
-    values = inputs.get("log_ratio", inputs.get("old"))[0]
+    (values, *_) = inputs["log_ratio"] if "log_ratio" in inputs else inputs["old"]
     logprobs = torch.tensor([float("nan") if value == "NaN" else value for value in values])
     with pytest.raises(NonFiniteLogprob, match="1 of"):
         refuse_non_finite([member(len(logprobs))], row(len(logprobs)), logprobs)

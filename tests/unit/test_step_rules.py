@@ -158,6 +158,15 @@ def test_a_later_step_that_is_refused_leaves_the_version_as_it_was(
     assert equal(state, untouched)
 
 
+def test_batch_without_a_sampled_token_is_refused(model: Path) -> None:
+    silent = [replace(g, episodes=tuple(replace(e, mask=np.zeros_like(e.mask)) for e in g.episodes)) for g in groups()]
+    state = TrainState(model)
+    with pytest.raises(InvalidRecord, match="nothing to train"):
+        state.train_batch(silent, 0, PLAIN)
+    some = [groups()[0], *silent[1:]]
+    assert state.train_batch(some, 0, replace(PLAIN, minibatches=3)).optimizer_steps == 1, "no step on an empty share"
+
+
 # ---------------------------------------------------------------------------------------- rejection, penalties, groups
 
 
