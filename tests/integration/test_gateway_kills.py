@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import itertools
 import random
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,7 +48,7 @@ class Agents:
                 self.groups.add(given["group"])
                 for one in given["episodes"]:
                     self._episode(draw, one)
-            except (OSError, urllib.error.URLError, Answered):
+            except (OSError, http.client.HTTPException, Answered):
                 self.lost += 1
                 time.sleep(0.2)
 
@@ -59,12 +59,13 @@ class Agents:
             if draw.random() < 0.3:
                 assert self.run.chat(one["key"], messages, max_tokens=5)["choices"]  # another answer: a branch
             if draw.random() < 0.3:
-                with contextlib.suppress(TimeoutError, OSError):  # hangs up: an orphan, unless it was quicker
+                with contextlib.suppress(OSError, http.client.HTTPException):  # hangs up: an orphan, unless it was quicker
                     self.run.chat(one["key"], messages, max_tokens=90, seed=turn, timeout_s=0.05)
             messages += [answer["choices"][0]["message"], {"role": "user", "content": f"And {turn}?"}]
         self.run.finish(one["id"], float(draw.random() < 0.5))
 
 
+@pytest.mark.timeout(900)
 def test_run_fed_by_agents_outlives_a_killed_gateway_and_its_ledger_closes(
     tmp_path: Path, kafka: dict[str, Any], run_name: str
 ) -> None:
@@ -175,7 +176,7 @@ def test_silent_agent_and_dead_gateway_end_as_what_they_are(tmp_path: Path, kafk
                                                             run_name: str) -> None:  # fmt: skip
     run = GatewayRun(tmp_path, kafka, run_name,
                      rollout={"group_size": 2, "max_new_tokens": 64, "lease_timeout_s": 2, "max_attempts": 2,
-                              "agent_timeout_s": 2, "deadline_s": 30})  # fmt: skip
+                              "agent_timeout_s": 2, "deadline_s": 60})  # fmt: skip
     with run.roles():
         run.start_gateway()
         given = run.episodes()
@@ -184,7 +185,9 @@ def test_silent_agent_and_dead_gateway_end_as_what_they_are(tmp_path: Path, kafk
         ended = run.attempt(first)[-1]  # nobody says anything more
         assert isinstance(ended, EpisodeEnded) and (ended.outcome, ended.reason) == ("unknown", "agent_silent")
         again = run.episodes()
-        assert (again["group"], again["episodes"][0]["attempt"]) == (given["group"], 1)
+        while again["group"] != given["group"]:  # word of the end is still on its way to the coordinator
+            again = run.episodes()
+        assert again["episodes"][0]["attempt"] == 1
         run.kill_gateway()  # and never comes back
         view = run.closed([given["group"]], 120)[given["group"]]
     assert view.closure == "too_few_survivors"
