@@ -59,7 +59,8 @@ class Agents:
             if draw.random() < 0.3:
                 assert self.run.chat(one["key"], messages, max_tokens=5)["choices"]  # another answer: a branch
             if draw.random() < 0.3:
-                with contextlib.suppress(OSError, http.client.HTTPException):  # hangs up: an orphan, unless it was quicker
+                # Hangs up: an orphan, unless the answer was quicker.
+                with contextlib.suppress(OSError, http.client.HTTPException):
                     self.run.chat(one["key"], messages, max_tokens=90, seed=turn, timeout_s=0.05)
             messages += [answer["choices"][0]["message"], {"role": "user", "content": f"And {turn}?"}]
         self.run.finish(one["id"], float(draw.random() < 0.5))
