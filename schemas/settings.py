@@ -119,17 +119,93 @@ class ReuseSettings(Section):
                                                          "the success gets weight 0")  # fmt: skip
 
 
-class LossSettings(Section):
-    truncate_above: PositiveFloat | None = Field(2.0, description="token importance ratios are cut off here (TIS)")
-    mask_below: Annotated[float, Field(ge=0)] = Field(0.125, description="a smaller ratio gets no gradient")
-    mask_above: PositiveFloat | None = Field(8.0, description="a larger ratio gets no gradient; none: no limit")
-    advantage: Literal["grpo", "centered"] = Field("grpo", description="divide by the deviation, or only centre")
-    denominator: Literal["token_mean", "sequence_mean"] = Field("token_mean", description="what the loss averages over")
+class RejectionSettings(Section):
+    """One rule of `loss.reject`."""
+
+    by: Literal["ratio", "k1", "k2", "k3", "k3_reverse", "factor"] = Field(description="what is measured on each token")
+    over: Literal["token", "sum", "mean", "max"] = Field("token", description="of each token, or over its episode; a "
+                                                         "`ratio` is then the product, the geometric mean, the "
+                                                         "greatest")  # fmt: skip
+    below: float | None = Field(None, description="less is rejected (none: no limit)")
+    above: float | None = Field(None, description="more is rejected (none: no limit); nats, or a ratio")
 
     @model_validator(mode="after")
-    def _bounds_are_in_order(self) -> LossSettings:
+    def _limits_are_possible(self) -> RejectionSettings:
+        limits = [limit for limit in (self.below, self.above) if limit is not None]
+        if not limits:
+            raise ValueError("a rule of `reject` needs `below` or `above`")
+        if len(limits) == 2 and limits[0] >= limits[1]:
+            raise ValueError("`above` must be greater than `below`")
+        if self.by in ("ratio", "factor") and min(limits) <= 0:
+            raise ValueError(f"limits on a {self.by} must be greater than 0")
+        return self
+
+
+class LossSettings(Section):
+    """Objective, weights, rejection, penalty, denominators; what combines with what: docs/corrections.md."""
+
+    advantage: Literal["grpo", "centered", "rloo", "rloo_scaled"] = Field(
+        "grpo", description="divide by the deviation, only centre, or compare with the others (rloo)"
+    )
+    advantage_epsilon: Annotated[float, Field(ge=0)] = Field(1e-6, description="added to the deviation")
+    lone: Literal["batch_mean", "none"] | None = Field(None, description="what a group of one is compared with")
+
+    objective: Literal["surrogate", "reinforce", "ppo", "gspo", "cispo"] = Field(
+        "surrogate", description="what is minimised; `surrogate` is the ratio without a clip"
+    )
+    clip_low: Annotated[float, Field(ge=0)] = Field(0.2, description="ppo, gspo, cispo: ratios clip at 1 - this")
+    clip_high: Annotated[float, Field(ge=0)] = Field(0.2, description="ppo, gspo, cispo: ratios clip at 1 + this")
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(None, description="ppo: bound of the ratio where the "
+                                                                              "advantage is negative")  # fmt: skip
+    tv_low: PositiveFloat | None = Field(None, description="DPPO-TV: a probability that fell by more is pushed no "
+                                                           "further down")  # fmt: skip
+    tv_high: PositiveFloat | None = Field(None, description="DPPO-TV: a probability that rose by more is pushed no "
+                                                            "further up")  # fmt: skip
+    bypass: bool = Field(False, description="the proximal policy is the behaviour policy: the objective's own ratio "
+                                            "then corrects, and weights act in `reinforce` alone")  # fmt: skip
+
+    ratio_level: Literal["token", "sequence", "geometric"] = Field("token", description="what weighs: the token's "
+                                                                   "ratio, its episode's, or its mean")  # fmt: skip
+    truncate_below: Annotated[float, Field(ge=0)] = Field(0.0, description="importance ratios are lifted to this")
+    truncate_above: PositiveFloat | None = Field(2.0, description="importance ratios are cut off here (TIS)")
+    mask_below: Annotated[float, Field(ge=0)] = Field(0.125, description="a smaller ratio gets no gradient")
+    mask_above: PositiveFloat | None = Field(8.0, description="a larger ratio gets no gradient; none: no limit")
+    normalise: bool = Field(False, description="divide weights by their mean over the batch")
+
+    reject: tuple[RejectionSettings, ...] = Field((), description="tokens or episodes outside these limits get no "
+                                                                  "gradient")  # fmt: skip
+    veto_below: Annotated[float, Field(ge=0)] = Field(0.0, description="one token of a smaller ratio, and its episode "
+                                                                       "gets no gradient")  # fmt: skip
+    veto_above: PositiveFloat | None = Field(None, description="the same with a larger ratio; none: no limit")
+    opsm_delta: PositiveFloat | None = Field(None, description="an episode of negative advantage, mean log-ratio "
+                                                               "below minus this, gets no gradient")  # fmt: skip
+    m2_limit: PositiveFloat | None = Field(None, description="M2PO: the mean squared log-ratio that a batch may have; "
+                                                             "the worst tokens get no gradient")  # fmt: skip
+    reject_shrinks: bool = Field(False, description="rejected tokens leave the denominators too")
+
+    kl: Literal["k1", "k2", "k3", "abs"] | None = Field(None, description="penalty for leaving the reference")
+    kl_coefficient: Annotated[float, Field(ge=0)] = Field(0.0, description="its weight")
+    kl_reference: Literal["initial", "behaviour"] = Field("initial", description="version 0, or whoever sampled")
+
+    denominator: Literal["token_mean", "sequence_mean", "sequence_sum", "budget"] = Field(
+        "token_mean", description="what the loss averages over; `budget`: episodes x rollout.max_new_tokens (Dr. GRPO)"
+    )
+
+    @model_validator(mode="after")
+    def _combination_is_possible(self) -> LossSettings:
         if self.mask_above is not None and self.mask_above <= self.mask_below:
             raise ValueError("`mask_above` must be greater than `mask_below`")
+        if self.truncate_above is not None and self.truncate_above <= self.truncate_below:
+            raise ValueError("`truncate_above` must be greater than `truncate_below`")
+        if self.veto_above is not None and self.veto_above <= self.veto_below:
+            raise ValueError("`veto_above` must be greater than `veto_below`")
+        if self.dual_clip is not None and self.objective != "ppo":
+            raise ValueError(f"`dual_clip` bounds the clip of objective 'ppo', and `objective` is {self.objective!r}")
+        if self.normalise and self.ratio_level == "geometric":
+            raise ValueError("`normalise` has no meaning for geometric ratios: they are no importance weights, whose "
+                             "mean would be 1")  # fmt: skip
+        if (self.kl is None) != (self.kl_coefficient == 0):
+            raise ValueError("`kl` and `kl_coefficient` go together: set both, or neither")
         return self
 
 
@@ -141,6 +217,8 @@ class OptimizerSettings(Section):
     epsilon: PositiveFloat = Field(1e-8, description="AdamW: added to the root of the second moment")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="AdamW: decoupled, per unit of learning rate")
     max_grad_norm: PositiveFloat = Field(1.0, description="gradients are scaled down to this norm")
+    minibatches: Positive = Field(1, description="optimizer steps of an epoch, each on its share of the batch's groups")
+    epochs: Positive = Field(1, description="times that a batch is gone through within its version")
     micro_batch_tokens: Positive = Field(2048, description="tokens of one forward; changes memory and speed only")
     probe_tokens: Annotated[int, Field(ge=0)] = Field(256, description="tokens on which a step's drift is measured")
 
@@ -203,8 +281,20 @@ class RunSettings(Section):
         rollout = self.rollout
         if rollout.min_survivors is not None and rollout.min_survivors > rollout.group_size:
             raise ValueError("rollout.min_survivors is greater than rollout.group_size")
-        if rollout.group_size == 1:
-            raise ValueError("rollout.group_size = 1 leaves nothing to compare: GRPO needs at least 2 siblings")
+        if rollout.group_size == 1 and self.loss.lone is None:
+            raise ValueError("rollout.group_size = 1 leaves nothing to compare: GRPO needs at least 2 siblings; or set "
+                             "loss.lone to 'batch_mean' or 'none'")  # fmt: skip
+        if self.optimizer.minibatches > self.batch.groups:
+            raise ValueError("optimizer.minibatches is greater than batch.groups: a group isn't cut")
+        if self.optimizer.minibatches * self.optimizer.epochs > 1:
+            loss = self.loss
+            if self.reuse.enabled:
+                raise ValueError("reuse.enabled is for one optimizer step per version: set optimizer.minibatches and "
+                                 "optimizer.epochs to 1")  # fmt: skip
+            if loss.bypass and (loss.normalise or loss.m2_limit is not None or loss.reject_shrinks):
+                raise ValueError("loss.bypass takes ratios anew at each optimizer step, which loss.normalise, "
+                                 "loss.m2_limit and loss.reject_shrinks can't follow: they look at the whole batch "
+                                 "once")  # fmt: skip
         if rollout.max_new_tokens >= self.model.max_length:
             raise ValueError("rollout.max_new_tokens leaves no room for a prompt in model.max_length")
         if self.staleness.hard_lag < self.batch.max_lag:

@@ -6,6 +6,9 @@ of each distinct prompt once, then each sibling's tokens. A token sees its own s
 above it, nothing else, and its position counts along that path; so the row computes what separate rows would have,
 without computing a shared prefix again. Where a row is cut never changes the gradient, since every normaliser is taken
 over the whole batch beforehand.
+
+An episode that branches (its context was compacted, or several answers continue one beginning) has several strands:
+each is laid out under the context in which its tokens were sampled, and all lie in one row.
 """
 
 from __future__ import annotations
@@ -19,6 +22,18 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
+class Strand:
+    """Tokens in one context: as the same fields of `Episode`."""
+
+    prompt: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    weights: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
 class Episode:
     """One sibling as it was recorded.
 
@@ -26,7 +41,8 @@ class Episode:
     sampled the token. logprobs float32 [n]: behaviour log-probabilities in nats (anything where mask is False);
     versions int32 [n]: the policy version that sampled each. weights float32 [n]: staleness weights, 0 masks a token.
     `counted` episodes form the baseline and are trained on; the others (infra failures, surplus reserves) are left out
-    of everything. `reward` may be None only where `counted` is False.
+    of everything. `reward` may be None only where `counted` is False. `branches` are further strands, each with the
+    whole context that it continues as its prompt; a sampled token stands in the tokens of exactly one strand.
     """
 
     slot: int
@@ -39,6 +55,18 @@ class Episode:
     reward: float | None
     counted: bool
     temperature: float
+    branches: tuple[Strand, ...] = ()
+
+    @property
+    def strands(self) -> tuple[Episode | Strand, ...]:
+        return (self, *self.branches)
+
+    def column(self, name: str) -> NDArray[Any]:
+        """tokens, mask, logprobs, versions or weights, strand after strand."""
+        if not self.branches:
+            found: NDArray[Any] = getattr(self, name)
+            return found
+        return np.concatenate([getattr(strand, name) for strand in self.strands])
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +83,7 @@ class MicroBatch:
     visible[segment[i], segment[j]].
     keep int64 [k]: the row index whose hidden state predicts each scored token; targets int64 [k]; temperature,
     behaviour, weights float32 [k]; versions int32 [k]; episode int64 [k]: index into the batch's counted episodes;
-    offset int64 [k]: index into that episode's tokens.
+    offset int64 [k]: index into that episode's tokens, strand after strand.
     """
 
     ids: NDArray[np.int64]
@@ -80,48 +108,58 @@ def counted(groups: Sequence[Group]) -> list[tuple[Group, Episode]]:
 def pack(groups: Sequence[Group], budget: int) -> Iterator[MicroBatch]:
     """Micro-batches of at most `budget` row tokens, in order. A group that doesn't fit is split between siblings, and
     its prompt repeated; an episode longer than the budget has a row of its own. Every model token of every counted
-    episode is scored in exactly one of them."""
+    episode is scored in exactly one of them, and those of one episode in the same one."""
     row = _Row()
     for index, (_, episode) in enumerate(counted(groups)):
-        if not episode.mask.any():
+        strands = [strand for strand in episode.strands if strand.mask.any()]
+        if not strands:
             continue
-        if row.siblings and row.size(episode) > budget:
+        if row.siblings and row.size(strands) > budget:
             yield row.build()
             row = _Row()
-        row.add(index, episode)
+        row.add(index, episode, strands)
     if row.siblings:
         yield row.build()
 
 
+@dataclass(frozen=True, slots=True)
+class _Sibling:
+    index: int  # of its episode in the batch
+    strand: Episode | Strand
+    temperature: float
+    first: int  # offset of its first token in its episode
+    prompt: int  # number of its prompt in the row
+
+
 class _Row:
-    """A row being filled: distinct prompts in order of appearance, and siblings with the number of their prompt."""
+    """A row being filled: distinct prompts in order of appearance, and strands with the number of their prompt."""
 
     def __init__(self) -> None:
         self.prompts: dict[bytes, NDArray[np.int32]] = {}
         self.stem: NDArray[np.int32] | None = None  # what all prompts begin with
-        self.siblings: list[tuple[int, Episode, int]] = []  # (index in the batch, episode, number of its prompt)
+        self.siblings: list[_Sibling] = []
         self.tail_tokens = 0
 
-    def size(self, episode: Episode) -> int:
-        """Row tokens if `episode` were added."""
-        prompts = self.prompts | {episode.prompt.tobytes(): episode.prompt}
-        stem = len(self._stem_with(episode.prompt))
-        own = sum(len(prompt) - stem for prompt in prompts.values())
-        return stem + own + self.tail_tokens + len(_tail(episode))
+    def size(self, strands: Sequence[Episode | Strand]) -> int:
+        """Row tokens if `strands` were added."""
+        prompts, stem = dict(self.prompts), self.stem
+        for strand in strands:
+            prompts[strand.prompt.tobytes()] = strand.prompt
+            stem = _common(stem, strand.prompt)
+        assert stem is not None
+        own = sum(len(prompt) - len(stem) for prompt in prompts.values())
+        return len(stem) + own + self.tail_tokens + sum(len(_tail(strand)) for strand in strands)
 
-    def add(self, index: int, episode: Episode) -> None:
-        self.stem = self._stem_with(episode.prompt)
-        key = episode.prompt.tobytes()
-        self.prompts.setdefault(key, episode.prompt)
-        self.siblings.append((index, episode, list(self.prompts).index(key)))
-        self.tail_tokens += len(_tail(episode))
-
-    def _stem_with(self, prompt: NDArray[np.int32]) -> NDArray[np.int32]:
-        if self.stem is None:
-            return prompt
-        length = min(len(self.stem), len(prompt))
-        differing = np.flatnonzero(self.stem[:length] != prompt[:length])
-        return self.stem[: differing[0] if len(differing) else length]
+    def add(self, index: int, episode: Episode, strands: Sequence[Episode | Strand]) -> None:
+        first = dict(zip(map(id, episode.strands), np.cumsum([0, *(len(s.tokens) for s in episode.strands)]),
+                         strict=False))  # fmt: skip
+        for strand in strands:
+            self.stem = _common(self.stem, strand.prompt)
+            key = strand.prompt.tobytes()
+            self.prompts.setdefault(key, strand.prompt)
+            number = list(self.prompts).index(key)
+            self.siblings.append(_Sibling(index, strand, episode.temperature, int(first[id(strand)]), number))
+            self.tail_tokens += len(_tail(strand))
 
     def build(self) -> MicroBatch:
         assert self.stem is not None
@@ -140,16 +178,16 @@ class _Row:
             prompt_segment.append(len(pieces) - 1 if len(own) else 0)
             prompt_end.append(used - 1 if len(own) else stem - 1)
         keep, offsets, episodes = [], [], []
-        for index, episode, number in self.siblings:
-            tail = _tail(episode)
+        for one in self.siblings:
+            tail = _tail(one.strand)
             pieces.append(tail)
-            parents.append(prompt_segment[number])
-            starts.append(len(episode.prompt))
-            offset = np.flatnonzero(episode.mask)
+            parents.append(prompt_segment[one.prompt])
+            starts.append(len(one.strand.prompt))
+            offset = np.flatnonzero(one.strand.mask)
             # Token o is predicted by the one before it: the prompt's last for the first token, else tail[o - 1].
-            keep.append(np.where(offset == 0, prompt_end[number], used + offset - 1))
+            keep.append(np.where(offset == 0, prompt_end[one.prompt], used + offset - 1))
             offsets.append(offset)
-            episodes.append(np.full(len(offset), index))
+            episodes.append(np.full(len(offset), one.index))
             used += len(tail)
         visible = np.eye(len(pieces), dtype=np.bool_)
         for segment, parent in enumerate(parents):
@@ -158,11 +196,11 @@ class _Row:
         lengths = [len(piece) for piece in pieces]
 
         def column(name: str, dtype: type) -> NDArray[Any]:
-            parts = [getattr(e, name)[o] for (_, e, _), o in zip(self.siblings, offsets, strict=True)]
+            parts = [getattr(one.strand, name)[o] for one, o in zip(self.siblings, offsets, strict=True)]
             joined: NDArray[Any] = np.concatenate(parts).astype(dtype)
             return joined
 
-        temperatures = [np.full(len(o), e.temperature) for (_, e, _), o in zip(self.siblings, offsets, strict=True)]
+        temperatures = [np.full(len(o), one.temperature) for one, o in zip(self.siblings, offsets, strict=True)]
         return MicroBatch(
             ids=np.concatenate(pieces).astype(np.int64),
             positions=np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]),
@@ -175,10 +213,19 @@ class _Row:
             weights=column("weights", np.float32),
             versions=column("versions", np.int32),
             episode=np.concatenate(episodes),
-            offset=np.concatenate(offsets),
+            offset=np.concatenate([one.first + o for one, o in zip(self.siblings, offsets, strict=True)]),
         )
 
 
-def _tail(episode: Episode) -> NDArray[np.int32]:
+def _common(stem: NDArray[np.int32] | None, prompt: NDArray[np.int32]) -> NDArray[np.int32]:
+    """What both begin with."""
+    if stem is None:
+        return prompt
+    length = min(len(stem), len(prompt))
+    differing = np.flatnonzero(stem[:length] != prompt[:length])
+    return stem[: differing[0] if len(differing) else length]
+
+
+def _tail(strand: Episode | Strand) -> NDArray[np.int32]:
     """The tokens after the prompt that are inputs: nothing is predicted from the last model token or beyond it."""
-    return episode.tokens[: np.flatnonzero(episode.mask)[-1]]
+    return strand.tokens[: np.flatnonzero(strand.mask)[-1]]

@@ -34,7 +34,9 @@ from headrace.streams.log.transactions import Transactor
 from .checkpoint import Checkpoints, train_hash
 from .fetch import Batch, expect, fetch_batch
 from .publish import Policy, Publisher, read_policy
-from .step import StepReport, StepSettings, TrainState
+from .rejection import Rejection
+from .report import StepReport
+from .step import StepSettings, TrainState
 
 log = logging.getLogger("headrace.trainer")
 
@@ -51,14 +53,18 @@ def step_settings(settings: RunSettings) -> StepSettings:
         eps=optimizer.epsilon,
         weight_decay=optimizer.weight_decay,
         max_grad_norm=optimizer.max_grad_norm,
-        advantage=loss.advantage,
-        truncate_above=loss.truncate_above,
-        mask_below=loss.mask_below,
-        mask_above=loss.mask_above,
-        denominator=loss.denominator,
+        minibatches=optimizer.minibatches,
+        epochs=optimizer.epochs,
         micro_batch_tokens=optimizer.micro_batch_tokens,
         probe_tokens=optimizer.probe_tokens,
+        group_size=settings.rollout.group_size,
+        budget=settings.rollout.max_new_tokens,
         reuse_drift_limit=settings.staleness.floor + settings.reuse.drift_limit,
+        # With bypass the objective's own ratio is that to the behaviour policy; a weight would count it twice.
+        weigh=not loss.bypass or loss.objective == "reinforce",
+        reject=tuple(Rejection(rule.by, rule.over, rule.below, rule.above) for rule in loss.reject),
+        lone=loss.lone or "batch_mean",
+        **loss.model_dump(exclude={"reject", "lone"}),
     )
 
 
@@ -320,11 +326,17 @@ def _metrics(batch: Batch, report: StepReport) -> dict[str, float]:
         "lag_max": batch.lag_max,
         "tokens": sum(group.trained for group in report.groups),
         "row_tokens": report.row_tokens,
+        "optimizer_steps": report.optimizer_steps,
+        **report.figures,
         **masked,
     }
     if aligned is not None:
         figures |= {"mismatch_mean": aligned.mean_abs, "mismatch_max": aligned.max_abs,
                     "mismatch_tokens": aligned.tokens}  # fmt: skip
+    if report.clipped:
+        figures["clipped"] = report.clipped
+    if report.penalty:
+        figures["kl_penalty"] = report.penalty
     if report.reused:
         figures |= {"reused_tokens": sum(one.trained for one in report.reused),
                     "reused_drift_max": max(one.drift for one in report.reused)}  # fmt: skip

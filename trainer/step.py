@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,18 @@ import transformers
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from headrace.schemas.errors import CheckpointError, ModelError, NonFiniteGradient, NonFiniteLogprob
+from headrace.schemas.errors import CheckpointError, ModelError, NonFiniteGradient
 
 from . import corrections
-from .advantages import advantages
 from .batches import Group, MicroBatch, counted, pack
-from .losses import surrogate, token_shares
+from .losses import clipped, token_losses, token_shares
+from .penalties import penalty
+from .reductions import Tokens
+from .report import Scored, StepReport, effective, figures, group_counts, lag_statistics
 from .reused import Reused, ReusedCounts
 from .reused import share as reused_share
 from .reused import term as reused_term
+from .weighing import Begun, StepSettings, batch_advantages, corrected, lengths, minibatches, refuse_non_finite
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16, torch.float32: torch.uint32}
@@ -36,73 +39,14 @@ CHECKPOINT_FORMAT = "headrace-train-state-1"
 
 
 @dataclass(frozen=True, slots=True)
-class StepSettings:
-    """What of the run settings decides a step: those under which the batch's manifest was decided."""
+class _Pass:
+    """One optimizer step's share of the batch: its loss without reuse, and sums over its tokens."""
 
-    learning_rate: float = 1e-5
-    warmup_versions: int = 0  # the rate rises linearly over the first versions
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    advantage: str = "grpo"  # grpo | centered
-    truncate_above: float | None = 2.0  # the cap on a token's ratio
-    mask_below: float = 0.0  # a token with a smaller ratio counts 0
-    mask_above: float | None = None  # a token with a larger ratio counts 0
-    denominator: str = "token_mean"  # token_mean | sequence_mean
-    reuse_drift_limit: float = 0.04  # second moment of a reused success beyond which all of its tokens count 0
-    micro_batch_tokens: int = 1024  # row tokens of one forward and backward pass; never changes the gradient
-    probe_tokens: int = 256  # row tokens of the forward pass that measures rho
-
-
-@dataclass(frozen=True, slots=True)
-class GroupCounts:
-    """Model tokens of one group's counted episodes: trained, and masked by rule ("stale": staleness weight 0; "ratio":
-    correction weight 0)."""
-
-    group_id: str
-    trained: int
-    masked: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class LagStatistics:
-    """Log-ratio (served weights of the target version over behaviour, nats) of the tokens that one version sampled."""
-
-    version: int
-    tokens: int
-    mean_abs: float
-    max_abs: float
-    second_moment: float  # of |log-ratio| winsorised at 1
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    version: int  # the version that this step made
+    scored: Scored
     loss: float
-    grad_norm: float  # before clipping
-    learning_rate: float
-    reward_mean: float  # over counted episodes
-    groups: tuple[GroupCounts, ...]
-    lags: tuple[LagStatistics, ...]  # by behaviour version, ascending
-    ess: float  # effective sample size of the correction's weights, as a share of the trained tokens
-    rho: float  # RMS change of log-probability, nats, from the version before to this one, on the probe
-    probe_tokens: int  # how many model tokens rho rests on
-    row_tokens: int  # tokens that went through the forward pass
-    seconds: dict[str, float]  # forward_backward, optimizer, probe
-    reused: tuple[ReusedCounts, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Scored:
-    """Every model token of the batch's counted episodes, in their order; arrays [k]."""
-
-    current: NDArray[np.float64]  # log-probability under the served weights of the target version
-    log_ratio: NDArray[np.float64]
-    staleness: NDArray[np.float32]
-    correction: NDArray[np.float64]
-    versions: NDArray[np.int32]
-    episode: NDArray[np.int64]
+    row_tokens: int
+    clipped: int
+    penalty: float
 
 
 class TrainState:
@@ -123,6 +67,7 @@ class TrainState:
         self.version = version
         self.optimizer_steps = 0
         self._dtype, self._device = dtype, torch.device(device)
+        self._model_path, self._reference = model_path, None
         model = _load_model(model_path)
         self._masters = {name: p.detach().to(self._device, copy=True) for name, p in model.named_parameters()}
         self._served = {name: master.to("cpu", DTYPES[dtype], copy=True) for name, master in self._masters.items()}
@@ -139,77 +84,132 @@ class TrainState:
 
     def train_batch(self, groups: Sequence[Group], target_version: int, settings: StepSettings,
                     reused: Sequence[Reused] = ()) -> StepReport:  # fmt: skip
-        """Make the next version from a batch that targets `target_version`, which must be the present one.
+        """Make the next version from a batch that targets `target_version`, which must be the present one:
+        `minibatches` x `epochs` optimizer steps, each on its share of the groups, in the manifest's order.
 
         Raises NonFiniteLogprob and NonFiniteGradient; then nothing has changed.
         """
         if target_version != self.version:
             raise ValueError(f"the batch targets version {target_version}, the trainer is at version {self.version}")
         started = time.perf_counter()
+        rate = settings.learning_rate * min(1.0, (self.version + 1) / max(1, settings.warmup_versions))
+        parts = minibatches(groups, settings.minibatches)
+        kept = self._copied() if settings.optimizer_steps > 1 else None  # a later step may be refused
+        passes, norms, reuses, updating = [], [], [], 0.0
         try:
-            scored, loss, row_tokens = self._accumulate(groups, settings)
-            reuses = [self._reuse(one, groups, settings) for one in reused]
-            norm = self._clip(settings.max_grad_norm)
-            accumulated = time.perf_counter()
-            rate = settings.learning_rate * min(1.0, (self.version + 1) / max(1, settings.warmup_versions))
-            self._update(rate, settings)
+            begun = self._begin(groups, settings)
+            for _ in range(settings.epochs):
+                for at, part in parts:
+                    passes.append(self._accumulate(part, settings, begun, at))
+                    reuses += [self._reuse(one, part, settings) for one in reused]
+                    norms.append(self._clip(settings.max_grad_norm))
+                    before = time.perf_counter()
+                    self._update(rate, settings)
+                    updating += time.perf_counter() - before
+        except Exception:
+            if kept is not None:
+                self.load_state(*kept)
+            raise
         finally:
             self._model.zero_grad(set_to_none=True)
         self.version += 1
         updated = time.perf_counter()
+        scored = begun.scored or Scored.joined([one.scored for one in passes[: len(parts)]])
         rho, probe_tokens = self._rho(groups, scored, settings)
         rewards = [episode.reward for _, episode in counted(groups) if episode.reward is not None]
+        tokens = max(1, sum(len(one.scored.current) for one in passes))
         return StepReport(
             version=self.version,
-            loss=loss + sum(part for _, part in reuses),
-            grad_norm=norm,
+            loss=sum(one.loss for one in passes) / len(passes) + sum(part for _, part in reuses),
+            grad_norm=sum(norms) / len(norms),
             learning_rate=rate,
             reward_mean=float(np.mean(rewards)),
-            groups=_group_counts(groups, scored),
-            lags=_lag_statistics(scored),
-            ess=_effective_share(scored),
+            groups=group_counts(groups, scored),
+            lags=lag_statistics(scored),
+            ess=effective(scored),
             rho=rho,
             probe_tokens=probe_tokens,
-            row_tokens=row_tokens,
+            row_tokens=sum(one.row_tokens for one in passes),
             seconds={
-                "forward_backward": accumulated - started,
-                "optimizer": updated - accumulated,
+                "forward_backward": updated - started - updating,
+                "optimizer": updating,
                 "probe": time.perf_counter() - updated,
             },
             reused=tuple(counts for counts, _ in reuses),
+            optimizer_steps=len(passes),
+            clipped=sum(one.clipped for one in passes) / tokens,
+            penalty=sum(one.penalty for one in passes) / tokens,
+            figures=figures(groups, scored),
         )
 
     # --- the parts of a step, in order ------------------------------------------------------------------------------
 
-    def _accumulate(self, groups: Sequence[Group], settings: StepSettings) -> tuple[_Scored, float, int]:
-        """Leave the batch's gradient in the parameters; what was scored, the loss, and the row tokens it took."""
+    def _begin(self, groups: Sequence[Group], settings: StepSettings) -> Begun:
+        advantage = batch_advantages(groups, settings)
+        if not settings.looks_ahead:
+            return Begun(advantage, None, None)
+        members, columns = counted(groups), []
+        with torch.no_grad():
+            for micro in pack(groups, settings.micro_batch_tokens):
+                logprobs = self._logprobs(micro)
+                refuse_non_finite(members, micro, logprobs)
+                columns.append((logprobs.double().cpu().numpy(), micro))
+        current = np.concatenate([logprobs for logprobs, _ in columns])
+        whole = {name: np.concatenate([getattr(micro, name) for _, micro in columns])
+                 for name in ("behaviour", "weights", "versions", "episode")}  # fmt: skip
+        scored, found = corrected(current, whole, advantage, settings)
+        kept = None
+        if settings.reject_shrinks:
+            out = torch.zeros(len(current), dtype=torch.bool)
+            for rejected in found.rejected.values():
+                out |= rejected
+            kept = lengths(members) - torch.bincount(torch.from_numpy(scored.episode)[out], minlength=len(members))
+        return Begun(advantage, scored, kept)
+
+    def _accumulate(self, groups: Sequence[Group], settings: StepSettings, begun: Begun | None = None, at: int = 0
+                    ) -> _Pass:  # fmt: skip
+        """Leave the gradient of a share of the batch in the parameters: the groups whose counted episodes begin with
+        number `at` of the batch. Everything that normalises is taken over the share, never over a row."""
+        begun = begun or self._begin(groups, settings)
         members = counted(groups)
-        advantage = torch.cat([_group_advantages(group, settings.advantage) for group in groups])
-        lengths = torch.tensor([int(episode.mask.sum()) for _, episode in members])
-        share = token_shares(settings.denominator, lengths)
-        loss, row_tokens, parts = 0.0, 0, []
+        advantage = begun.advantage[at : at + len(members)]
+        counts = lengths(members) if begun.kept is None else begun.kept[at : at + len(members)]
+        share = token_shares(settings.denominator, counts, settings.budget).to(self._device)
+        place = 0 if begun.scored is None else int(np.searchsorted(begun.scored.episode, at))
+        loss, row_tokens, held, cost, parts = 0.0, 0, 0, 0.0, []
         for micro in pack(groups, settings.micro_batch_tokens):
             logprobs = self._logprobs(micro)
-            staleness = torch.from_numpy(micro.weights).to(self._device)
+            refuse_non_finite(members, micro, logprobs)
+            current = logprobs.detach().double()
+            if begun.scored is None or (settings.bypass and settings.optimizer_steps > 1):
+                whole = {name: getattr(micro, name) for name in ("behaviour", "weights", "versions", "episode")}
+                scored, _ = corrected(current.cpu().numpy(), whole, advantage, settings)
+            else:
+                scored = begun.scored.part(place, place + len(micro.targets), at)
+            place += len(micro.targets)
             behaviour = torch.from_numpy(micro.behaviour).to(self._device)
-            _refuse_non_finite(members, micro, logprobs, behaviour, staleness)
-            ratios = corrections.log_ratio(logprobs, behaviour)
-            trainable = staleness > 0
+            staleness = torch.from_numpy(micro.weights).to(self._device)
+            episode = torch.from_numpy(micro.episode).to(self._device)
+            tokens = Tokens(episode, staleness > 0, len(members))
+            proximal = behaviour.double() if settings.bypass else None
+            if begun.scored is not None and not settings.bypass:
+                proximal = torch.from_numpy(scored.current).to(self._device)
             # A masked token's numbers may be anything: they are replaced before any arithmetic, not multiplied by 0.
-            exact = torch.where(trainable, ratios.exp(), torch.ones_like(ratios))
-            weight = corrections.weights(
-                exact, settings.truncate_above, settings.mask_below, settings.mask_above
-            )
-            episode = torch.from_numpy(micro.episode)
-            constant = (weight * staleness).to(self._device) * share[episode].to(self._device)
-            total = surrogate(logprobs, advantage[episode].to(self._device), constant).sum()
+            weight = torch.from_numpy(scored.correction).to(self._device)
+            constant = torch.where(tokens.used, weight * staleness, torch.zeros_like(weight)) * share[episode]
+            own = advantage.to(self._device)[episode]
+            total = token_losses(settings, tokens, logprobs, own, constant, proximal).sum()
+            held += int(clipped(settings, tokens, logprobs, own, proximal).sum())
+            if settings.kl is not None:
+                reference = behaviour if settings.kl_reference == "behaviour" else self._reference_logprobs(micro)
+                apart = penalty(settings.kl, logprobs, reference, tokens.used)
+                total = total + settings.kl_coefficient * (apart * share[episode]).sum()
+                cost += float(apart.detach().sum())
             total.backward()  # type: ignore[no-untyped-call]
             loss += float(total.detach())
             row_tokens += len(micro.ids)
-            current = logprobs.detach().double()
-            parts.append([x.cpu().numpy() for x in (current, ratios, staleness, weight)])
-            parts[-1] += [micro.versions, micro.episode]
-        return _Scored(*(np.concatenate(column) for column in zip(*parts, strict=True))), loss, row_tokens
+            parts.append(replace(scored, current=current.cpu().numpy()))
+        return _Pass(Scored.joined(parts), loss, row_tokens, held, cost)
 
     def _reuse(self, one: Reused, groups: Sequence[Group], settings: StepSettings) -> tuple[ReusedCounts, float]:
         """Add a success that is used again to the gradient; what of it was trained, and its loss."""
@@ -218,30 +218,38 @@ class TrainState:
         logprobs = self._logprobs(micro)
         weights = torch.from_numpy(micro.weights).to(self._device)
         behaviour = torch.from_numpy(micro.behaviour).to(self._device)
-        _refuse_non_finite([(whole, one.episode)], micro, logprobs, behaviour, weights)
+        refuse_non_finite([(whole, one.episode)], micro, logprobs)
         allowed = weights > 0
         ratios = corrections.log_ratio(logprobs, behaviour)
         ratios = torch.where(allowed, ratios, torch.zeros_like(ratios))
         correction = corrections.weights(
             ratios.exp(), settings.truncate_above, settings.mask_below, settings.mask_above
         )
-        lengths = torch.tensor([int(episode.mask.sum()) for _, episode in counted(groups)])
-        share = reused_share(settings.denominator, lengths, len(micro.targets))
+        share = reused_share(settings.denominator, lengths(counted(groups)), len(micro.targets))
         total, counts = reused_term(one, logprobs, ratios, allowed, correction, share, settings.reuse_drift_limit)
         if total is None:
             return counts, 0.0
         total.backward()  # type: ignore[no-untyped-call]
         return counts, float(total.detach())
 
-    def _logprobs(self, micro: MicroBatch) -> torch.Tensor:
+    @torch.no_grad()
+    def _reference_logprobs(self, micro: MicroBatch) -> torch.Tensor:
+        """Under version 0's served weights, whose model is loaded when it is first asked for."""
+        if self._reference is None:
+            model = _load_model(self._model_path).to(DTYPES[self._dtype])  # as they are served
+            self._reference = model.to(device=self._device, dtype=self._model.dtype)
+        return self._logprobs(micro, self._reference)
+
+    def _logprobs(self, micro: MicroBatch, model: Any = None) -> torch.Tensor:
         """Log-probabilities [k] of a row's scored tokens at their recorded temperatures, at least float32."""
+        model = self._model if model is None else model
         segment = torch.from_numpy(micro.segment).to(self._device)
         seen = torch.from_numpy(micro.visible).to(self._device)[segment[:, None], segment].tril()
         # One row of logits per position: siblings share the prompt's last one, and a position that is asked for twice
         # would sum its gradient in an order that depends on threads.
         keep, line = np.unique(micro.keep, return_inverse=True)
-        mask = torch.zeros(seen.shape, dtype=self._model.dtype, device=self._device).masked_fill_(~seen, -torch.inf)
-        output = self._model(
+        mask = torch.zeros(seen.shape, dtype=model.dtype, device=self._device).masked_fill_(~seen, -torch.inf)
+        output = model(
             input_ids=torch.from_numpy(micro.ids)[None].to(self._device),
             attention_mask=mask[None, None],
             position_ids=torch.from_numpy(micro.positions)[None].to(self._device),
@@ -290,7 +298,7 @@ class TrainState:
                 parameter.copy_(self._served[name])
 
     @torch.no_grad()
-    def _rho(self, groups: Sequence[Group], scored: _Scored, settings: StepSettings) -> tuple[float, int]:
+    def _rho(self, groups: Sequence[Group], scored: Scored, settings: StepSettings) -> tuple[float, int]:
         """RMS change of log-probability that the step made, on the first row of the batch that fits `probe_tokens`."""
         micro = next(pack(groups, settings.probe_tokens))
         after = self._logprobs(micro).double().cpu().numpy()
@@ -323,6 +331,10 @@ class TrainState:
             "dtype": self._dtype,
         }
         return tensors, metadata
+
+    def _copied(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        tensors, metadata = self.state_tensors()
+        return {name: tensor.clone() for name, tensor in tensors.items()}, metadata
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         """Back to a checkpoint's state, bit for bit. Raises CheckpointError, and changes nothing, where it isn't one
@@ -363,53 +375,3 @@ def _load_model(model_path: str | Path) -> Any:
         ).eval()
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_path} can't be loaded as a causal language model: {error}") from error
-
-
-def _group_advantages(group: Group, rule: str) -> torch.Tensor:
-    rewards = [episode.reward for episode in group.episodes if episode.counted]
-    return advantages(rule, torch.tensor(rewards, dtype=torch.float64))
-
-
-def _refuse_non_finite(
-    members: Sequence[Any], micro: MicroBatch, logprobs: torch.Tensor, behaviour: torch.Tensor, staleness: torch.Tensor
-) -> None:
-    bad = (staleness > 0) & ~(torch.isfinite(logprobs.detach()) & torch.isfinite(behaviour))
-    if not bool(bad.any()):
-        return
-    first = int(bad.nonzero()[0])
-    group, episode = members[micro.episode[first]]
-    raise NonFiniteLogprob(
-        f"{int(bad.sum())} of {len(bad)} tokens have no finite log-probability; first, token {micro.offset[first]} of"
-        f" group {group.group_id}, slot {episode.slot}: behaviour {float(behaviour[first])}, trainer"
-        f" {float(logprobs.detach()[first])}. The batch was not trained"
-    )
-
-
-def _group_counts(groups: Sequence[Group], scored: _Scored) -> tuple[GroupCounts, ...]:
-    number = [index for index, group in enumerate(groups) for episode in group.episodes if episode.counted]
-    group_of = np.array(number)[scored.episode]
-    stale = scored.staleness == 0
-    rejected = ~stale & (scored.correction == 0)
-    counts = []
-    for index, group in enumerate(groups):
-        own = group_of == index
-        masked = {"stale": int((own & stale).sum()), "ratio": int((own & rejected).sum())}
-        counts.append(GroupCounts(group.group_id, int((own & ~stale & ~rejected).sum()), masked))
-    return tuple(counts)
-
-
-def _lag_statistics(scored: _Scored) -> tuple[LagStatistics, ...]:
-    statistics = []
-    for version in np.unique(scored.versions):
-        own = np.abs(scored.log_ratio[(scored.versions == version) & np.isfinite(scored.log_ratio)])
-        if len(own):
-            second = float(np.mean(np.minimum(own, 1.0) ** 2))
-            statistics.append(LagStatistics(int(version), len(own), float(own.mean()), float(own.max()), second))
-    return tuple(statistics)
-
-
-def _effective_share(scored: _Scored) -> float:
-    """(sum w)^2 / (k sum w^2) over the correction's weights of the k tokens that aren't stale; 0 where all are 0."""
-    weights = scored.correction[scored.staleness > 0]
-    squares = float(np.sum(weights**2))
-    return float(np.sum(weights)) ** 2 / (len(weights) * squares) if squares > 0 else 0.0
