@@ -78,6 +78,7 @@ class EpisodeWriter:
         self._turn = 0
         self._open: _Open | None = None
         self._waiting: deque[Event] = deque()  # numbered, and not yet taken by `send`
+        self._cache_version: int | None = None
         self._started_ms: int | None = None  # where the caller said so
         self._over: AttemptOver | None = None
 
@@ -170,6 +171,12 @@ class EpisodeWriter:
         self._cut()
         self._turn += 1
 
+    def cached(self, version: int) -> None:
+        """The model's tokens from here on are sampled on cached keys of this version, the oldest of them."""
+        if version != self._cache_version:
+            self._cut()
+        self._cache_version = version
+
     def flush_older(self, now: float) -> None:
         """Cut the open span if it has waited for two seconds (`now`: time.monotonic)."""
         if self._open is not None and now - self._open.since >= SPAN_AGE_S:
@@ -239,12 +246,15 @@ class EpisodeWriter:
         self._sequence += 1
 
     def _span(self, span: _Open, stop_reason: str | None, blob: Blob | None = None) -> Span:
-        a, model = self.attempt, span.source == Source.MODEL
+        a, model, cache = self.attempt, span.source == Source.MODEL, self._cache_version
+        if not model or cache is None or all(version == cache for version, _ in span.versions):
+            cache = None
         tokens = np.concatenate(span.tokens).astype(np.int32, copy=False)
         return Span(a.group, a.slot, a.attempt, a.incarnation, self._sequence, span.source, span.turn, -1,
                     len(tokens), tuple(VersionRun(version, count) for version, count in span.versions), stop_reason,
                     None, span.detail, {}, pack_ids(tokens),
-                    pack_float32(np.concatenate(span.logprobs)) if model else None, None, None, blob)  # fmt: skip
+                    pack_float32(np.concatenate(span.logprobs)) if model else None, None, None, blob,
+                    cache)  # fmt: skip
 
     def _settle(self) -> None:
         """Send what waits, in order. Raises Backpressure; what could not leave still waits."""
