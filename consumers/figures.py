@@ -28,6 +28,7 @@ from headrace.schemas.topics import BATCHES, FLEET, GROUPS, POLICY, TASKS
 
 from .facts import Fact, Failures, read_facts
 from .source import LogSource
+from .waits import Waiting, Waits
 
 WINDOWS = 10  # of versions, for the reward's course
 
@@ -68,6 +69,7 @@ class Figures:
     lag: Quantiles | None  # versions between sampling and training, over trained tokens
     tokens_per_s: float | None  # model tokens of closed groups
     rewards: tuple[RewardWindow, ...]
+    waits: Waits  # who waited for what, and what to change
 
 
 def measure(source: LogSource) -> Figures:
@@ -89,6 +91,7 @@ class _Seen:
     published: int = -1
     max_ahead: int = 1
     newest: int = 0
+    waiting: Waiting = field(default_factory=Waiting)
 
 
 def figures(facts: Iterable[Fact[Any]]) -> Figures:
@@ -96,6 +99,7 @@ def figures(facts: Iterable[Fact[Any]]) -> Figures:
     seen = _Seen()
     for fact in facts:
         seen.newest = max(seen.newest, fact.timestamp_ms)
+        seen.waiting.observe(fact)
         match fact.event:
             case Lease() as lease:
                 seen.leased.setdefault(lease.group, fact.timestamp_ms)
@@ -139,6 +143,7 @@ def _compute(seen: _Seen) -> Figures:
         if begin is not None and last_closure is not None and last_closure > begin
         else None,
         rewards=_rewards(seen),
+        waits=seen.waiting.waits(),
     )
 
 

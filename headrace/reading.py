@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,11 +19,12 @@ from typing import Annotated, Any
 import typer
 
 from headrace.consumers.facts import Fact
-from headrace.consumers.figures import Figures, Quantiles
+from headrace.consumers.figures import Figures, Quantiles, figures
 from headrace.consumers.letters import DeadLetters, dead_letters
 from headrace.consumers.run import Run, Start, list_runs, open_run
 from headrace.consumers.state import State, state
 from headrace.consumers.tables import KINDS, Row, read_small
+from headrace.consumers.waits import Waits
 from headrace.schemas.errors import SettingsError
 from headrace.schemas.events import Version
 from headrace.schemas.topics import ALL_TOPICS, POLICY, TRAJECTORIES
@@ -80,11 +81,13 @@ def status(
     opened = opened_run(run, bootstrap, config)
     source = opened.snapshot()
     letters = dead_letters(source)
-    found = state(read_small(source), opened.settings, int(time.time() * 1000), letters.count)
+    facts = read_small(source)
+    found, waits = state(facts, opened.settings, int(time.time() * 1000), letters.count), figures(facts).waits
     if as_json:
-        say([dumps(jsonable(found) | {"run": run, "held_up_by": found.held_up_by, "letters": letters_row(letters)})])
+        say([dumps(jsonable(found) | {"run": run, "held_up_by": found.held_up_by, "letters": letters_row(letters),
+                                      "waits": waits})])  # fmt: skip
     else:
-        say(status_lines(run, found, letters))
+        say(status_lines(run, found, letters, waits))
 
 
 def show(
@@ -136,12 +139,31 @@ def figure_lines(found: Figures) -> Iterator[str]:
     lag = found.lag
     yield f"lag of trained tokens    {f'mean {lag.mean:.2f}, p95 {lag.p95:.0f}, max {lag.max:.0f}' if lag else '-'}"
     yield f"tokens per second        {f'{found.tokens_per_s:.0f}' if found.tokens_per_s is not None else '-'}"
+    yield from waits_lines(found.waits)
     for window in found.rewards:
         mean = f"{window.mean:.3f}" if window.mean is not None else "-"
         yield f"reward v{window.first}-{window.last}".ljust(25) + f"{mean} over {window.groups} closed groups"
 
 
-def status_lines(run: str, found: State, letters: DeadLetters) -> Iterator[str]:
+def waits_lines(found: Waits) -> Iterator[str]:
+    """Shares of time, the newest batch's straggler, and what to change."""
+
+    def parts(shares: Mapping[str, float]) -> str:
+        return ", ".join(f"{name} {share:.0%}" for name, share in shares.items()) or "-"
+
+    yield f"time of episodes         {parts(found.steps)}"
+    yield f"time of engines          {parts(found.engine)}"
+    yield f"time of the trainer      {parts(found.trainer)}"
+    if found.gpu_hours is not None:
+        yield f"GPU-hours                {found.gpu_hours:.2f}"
+    if found.stragglers:
+        last = found.stragglers[-1]
+        yield (f"straggler of batch {last.batch}".ljust(25) + f"{last.group}/{last.slot} (task {last.task}): "
+               f"{last.state}, {last.state_s:.1f} s of {last.open_s:.1f} s")  # fmt: skip
+    yield f"bottleneck               {found.bottleneck or 'none'}: {found.advice}"
+
+
+def status_lines(run: str, found: State, letters: DeadLetters, waits: Waits) -> Iterator[str]:
     yield f"run         {run}"
     yield f"version     {found.version} committed, {found.published} published; newest batch {found.batch}"
     closed = ", ".join(f"{name} {n}" for name, n in found.closed.items()) or "none"
@@ -154,6 +176,7 @@ def status_lines(run: str, found: State, letters: DeadLetters) -> Iterator[str]:
         yield f"{role:11} {f'last wrote {ago:.1f} s ago' if ago is not None else 'has written nothing'}"
     yield f"dead        {letters_text(letters)}"
     yield f"held up by  {found.held_up_by}"
+    yield from waits_lines(waits)
 
 
 def letters_text(letters: DeadLetters) -> str:

@@ -63,10 +63,12 @@ def _coordinator(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSetti
 
 def _worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings,
             stop: threading.Event, name: str | None) -> None:  # fmt: skip
+    from headrace.producers.engines.opening import EngineChoice
     from headrace.producers.worker import run_worker
 
-    run_worker(kafka, topics, settings, stop, name=name, slots=site.slots, device=site.device,
-               threads=site.worker_threads)  # fmt: skip
+    choice = EngineChoice(site.engine, site.slots, site.device, site.replicas, site.replica_model,
+                          site.replica_key_file)  # fmt: skip
+    run_worker(kafka, topics, settings, stop, choice, name=name, threads=site.worker_threads)
 
 
 def _trainer(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings,

@@ -11,9 +11,9 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from headrace.consumers.run import BOOTSTRAP_VARIABLE
 from headrace.schemas.errors import SettingsError
@@ -44,11 +44,27 @@ class SiteSettings(Section):
     slots: Positive = Field(32, description="sequences that one worker decodes at once")
     device: str = Field("cpu", description="torch device of the worker's engine")
     trainer_device: str = Field("cpu", description="torch device of the trainer")
+    engine: Literal["hf", "vllm", "openai"] = Field("hf", description="what a worker samples with: `hf` is built in, "
+                                                    "`vllm` runs in its process, `openai` are the servers in "
+                                                    "`replicas`")  # fmt: skip
+    replicas: tuple[str, ...] = Field((), description="addresses (http://HOST:PORT) of the vLLM servers that a worker "
+                                                      "with engine `openai` samples with and keeps up to date")  # fmt: skip
+    replica_model: str | None = Field(None, description="the name under which they serve the model (none: the only one)")
+    replica_key_file: str | None = Field(None, description="file with the key that they ask for (none: "
+                                                           "HEADRACE_REPLICA_KEY, or no key)")  # fmt: skip
     worker_threads: Positive | None = Field(None, description="CPU threads of a worker (none: torch's choice)")
     trainer_threads: Positive | None = Field(None, description="CPU threads of the trainer; another count gives other "
                                                                "bits (none: torch's choice)")  # fmt: skip
     stop_at: Positive | None = Field(None, description="the version at which to stop; a greater one goes on later")
     max_deaths: Positive = Field(5, description="a process that dies so often without a minute's life ends the run")
+
+    @model_validator(mode="after")
+    def _servers_are_named(self) -> SiteSettings:
+        if self.engine == "openai" and not self.replicas:
+            raise ValueError("engine 'openai' needs `replicas`")
+        if len(set(self.replicas)) != len(self.replicas):
+            raise ValueError("`replicas` names a server twice")
+        return self
 
 
 class ConfigFile(RunSettings):

@@ -79,6 +79,7 @@ class EpisodeWriter:
         self._open: _Open | None = None
         self._waiting: deque[Event] = deque()  # numbered, and not yet taken by `send`
         self._cache_version: int | None = None
+        self._timings: dict[str, float] = {}  # of the next span that is cut
         self._started_ms: int | None = None  # where the caller said so
         self._over: AttemptOver | None = None
 
@@ -177,6 +178,12 @@ class EpisodeWriter:
             self._cut()
         self._cache_version = version
 
+    def timed(self, timings_ms: Mapping[str, float]) -> None:
+        """Durations in milliseconds of what happened since the span before (keys: `schemas.waiting`): the next span to
+        be cut carries them. Raises InvalidRecord for what no duration can be."""
+        for name, value in checked_timings(timings_ms).items():
+            self._timings[name] = self._timings.get(name, 0.0) + value
+
     def flush_older(self, now: float) -> None:
         """Cut the open span if it has waited for two seconds (`now`: time.monotonic)."""
         if self._open is not None and now - self._open.since >= SPAN_AGE_S:
@@ -243,6 +250,7 @@ class EpisodeWriter:
             return
         span, self._open = self._open, None
         self._waiting.append(self._span(span, stop_reason, blob))
+        self._timings = {}
         self._sequence += 1
 
     def _span(self, span: _Open, stop_reason: str | None, blob: Blob | None = None) -> Span:
@@ -252,7 +260,7 @@ class EpisodeWriter:
         tokens = np.concatenate(span.tokens).astype(np.int32, copy=False)
         return Span(a.group, a.slot, a.attempt, a.incarnation, self._sequence, span.source, span.turn, -1,
                     len(tokens), tuple(VersionRun(version, count) for version, count in span.versions), stop_reason,
-                    None, span.detail, {}, pack_ids(tokens),
+                    None, span.detail, self._timings, pack_ids(tokens),
                     pack_float32(np.concatenate(span.logprobs)) if model else None, None, None, blob,
                     cache)  # fmt: skip
 

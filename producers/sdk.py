@@ -26,6 +26,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from headrace.schemas.errors import (
@@ -37,7 +38,7 @@ from headrace.schemas.errors import (
     ProducerClosed,
     Undelivered,
 )
-from headrace.schemas.events import Assignment, Event, GroupSpec, Heartbeat, Lease, LeaseEnded, Task
+from headrace.schemas.events import Assignment, Event, Heartbeat, Lease, LeaseEnded, Task
 from headrace.schemas.outcomes import (
     REASON_NEVER_STARTED,
     REASON_PRODUCER_CLOSED,
@@ -130,8 +131,7 @@ class Producer:
         assert self._unassembled is not None
         spec = self._settings.spec()
         size = size or spec.group_size
-        spec = GroupSpec(size, 0, 1, 1, spec.deadline_s, spec.max_age_s, spec.on_deadline, spec.zero_variance,
-                         spec.max_tokens)  # fmt: skip
+        spec = replace(spec, group_size=size, reserves=0, max_attempts=1, min_survivors=1)
         with self._opening:
             self._unassembled.make_room(wait_s)
             lease = Lease(f"u-{self.incarnation[:12]}-{self._opened}", self._opened, True, True, self.worker,

@@ -1,8 +1,9 @@
 """The worker: runs the slots that a lease names for this incarnation, and nothing else.
 
-One thread drives everything in turn: leases in, prompts from the environment host, one engine step, spans out, verdicts
-in, weights between steps, a heartbeat each second. So a heartbeat means that the loop itself is alive. The incarnation
-is new at each start, and the end of `tasks` is sought before the first heartbeat: an older lease can't be taken up.
+One thread drives everything in turn: leases in, prompts from the environment host, slots that the scheduler lets begin,
+one engine step, spans out, verdicts in, weights between steps, a heartbeat each second. So a heartbeat means that the
+loop itself is alive. The incarnation is new at each start, and the end of `tasks` is sought before the first heartbeat:
+an older lease can't be taken up.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.schemas.errors import BlobError, EngineError, RecordTooLarge, UndecodableRecord
 from headrace.schemas.events import Event, HandBack, Heartbeat, Lease, LeaseEnded
 from headrace.schemas.outcomes import (
     REASON_BLOB_FAILED,
+    REASON_BUDGET_SPENT,
+    REASON_ENGINE_LOST,
     REASON_HANDED_BACK,
     REASON_LENGTH,
     REASON_OTHER_VERSION,
@@ -37,16 +39,20 @@ from headrace.schemas.outcomes import (
 )
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import FLEET, TASKS, TRAJECTORIES, RunTopics
+from headrace.schemas.waiting import Idle
 from headrace.streams.log.blobs import open_blobs
 from headrace.streams.log.policy import Schemas
 from headrace.streams.log.reader import Reader, end_offsets
 
-from .engines import Engine, GenerationRequest, Progress, Sampling
+from .engines import Affinity, Engine, GenerationRequest, Progress, Sampling
+from .engines.opening import EngineChoice, open_engine
 from .environments.host import EnvironmentHost, Reply
 from .episodes import Attempt, EpisodeWriter
+from .jobs import Job, Phase, budget_of
 from .outbox import Outbox
 from .receiver import Receiver
 from .refusals import Refusals
+from .scheduler import EngineLoad, Pace, Scheduler, SlotKey
 
 log = logging.getLogger("headrace.worker")
 
@@ -54,27 +60,6 @@ HEARTBEAT_S = 1.0
 IDLE_WAIT_S = 0.02  # how long an idle worker waits for a lease before it looks elsewhere
 OUTAGE_S = 600.0  # a broker that is away so long ends the process; until then the worker holds still
 DRAIN_S = 30.0
-
-
-@dataclass(slots=True)
-class _Job:
-    """One assignment on its way: messages -> (served version) -> decoding -> scoring."""
-
-    lease: Lease
-    attempt: Attempt
-    writer: EpisodeWriter
-    received: float
-    prompt: list[int] | None = None
-    tokens: list[int] = field(default_factory=list)
-    submitted: float = 0.0
-    first_token: float = 0.0
-    finished: float = 0.0
-    stop_reason: str = ""
-
-    @property
-    def key(self) -> str:
-        a = self.attempt
-        return f"{a.group}/{a.slot}/{a.attempt}"
 
 
 class Worker:
@@ -89,11 +74,13 @@ class Worker:
         blobs = open_blobs(settings.log, topics.run)
         self._put_blob = None if blobs is None else blobs.put
         self._host = EnvironmentHost(settings.tasks.source)
-        self._asked: dict[int, list[_Job]] = {}  # by request number of the environment host
-        self._ready: collections.deque[_Job] = collections.deque()  # prompt known, not yet submitted
-        self._decoding: dict[str, _Job] = {}
-        self._jobs: dict[str, _Job] = {}  # all of them
+        self._asked: dict[int, list[Job]] = {}  # by request number of the environment host
+        self._decoding: dict[str, Job] = {}  # by request of the engine
+        self._jobs: dict[SlotKey, Job] = {}  # all of them
+        self._scheduler = Scheduler(capacity, engine.capacity)
+        self._pace = Pace()
         self._fingerprint = engine.fingerprint()
+        self._gpus = int(self._fingerprint.get("device", "").startswith("cuda"))
         self._counters: dict[str, float] = collections.defaultdict(float)
         self._last_beat = 0.0
         self._draining = False
@@ -113,11 +100,11 @@ class Worker:
         """Everything once."""
         began = time.monotonic()
         self._beat(began)
-        self._take_leases(0.0 if self._jobs else IDLE_WAIT_S)
-        # A worker that only waits for its environment must not spin.
-        self._take_replies(0.0 if self._decoding or self._ready or not self._asked else IDLE_WAIT_S)
-        self._take_weights()
-        self._submit()
+        # A worker that only waits (for leases, for weights, for its environment) must not spin.
+        self._take_leases(0.0 if self._decoding or self._asked else IDLE_WAIT_S)
+        self._take_replies(0.0 if self._decoding or not self._asked else IDLE_WAIT_S)
+        applied_s = self._take_weights()
+        self._begin()
         progress = self._engine.step()
         for one in progress:
             self._progressed(one)
@@ -128,19 +115,25 @@ class Worker:
         now = time.monotonic()
         for job in self._decoding.values():
             job.writer.flush_older(now)
-        self._counters["busy_s" if progress else f"idle_{self._idle_reason()}_s"] += now - began
+        reason = None if progress else self._idle_reason()
+        self._counters["busy_s" if reason is None else f"idle_{reason}_s"] += now - began - applied_s
+        self._counters[f"idle_{Idle.WEIGHTS}_s"] += applied_s
+        self._counters["gpu_s"] += self._gpus * (now - began)
 
-    def _idle_reason(self) -> str:
+    def _idle_reason(self) -> Idle | None:
+        """Why the engine had nothing to show; None where it is at work. Whether `no_requests` is the pacing's doing is
+        for the reader of the log to say: a worker doesn't know what the coordinator has room for."""
+        if self._decoding:  # an engine whose replicas are elsewhere says whether it has any
+            return Idle.UNROUTED if getattr(self._engine, "unrouted", False) else None
         if not self._jobs:
-            return "no_requests"
-        return "weights" if self._ready else "environment"
+            return Idle.NO_REQUESTS
+        return Idle.WEIGHTS if any(job.phase is Phase.READY for job in self._jobs.values()) else Idle.ENVIRONMENT
 
     def _drain(self) -> None:
         """Hand back what hasn't begun, finish what has, within a bound."""
         self._draining = True
-        for job in [*self._ready, *(job for jobs in self._asked.values() for job in jobs if job.prompt is None)]:
+        for job in [job for job in self._jobs.values() if not job.begun]:
             self._hand_back(job)
-        self._ready.clear()
         end = time.monotonic() + DRAIN_S
         while self._jobs and time.monotonic() < end:
             self.turn()
@@ -177,8 +170,9 @@ class Worker:
         for assignment in lease.assignments:
             attempt = Attempt(lease.group, assignment.slot, assignment.attempt, self.incarnation)
             writer = EpisodeWriter(attempt, self._send, self._settings.log.span_tokens, self._put_blob)
-            job = _Job(lease, attempt, writer, time.monotonic())
+            job = Job(lease, attempt, writer, budget_of(lease))
             self._jobs[job.key] = job
+            self._scheduler.leased(job.key, reserve=assignment.slot >= lease.spec.group_size)
             if self._draining:
                 self._hand_back(job)
             else:
@@ -187,18 +181,17 @@ class Worker:
             # Asked once for all siblings, so that they begin together and the engine prefills their prompt once.
             self._asked[self._host.ask_messages(lease.task, self._settings.rollout.score_timeout_s)] = jobs
 
-    def _hand_back(self, job: _Job, reason: str = REASON_HANDED_BACK) -> None:
+    def _hand_back(self, job: Job, reason: str = REASON_HANDED_BACK) -> None:
         lease = job.lease
         self._forget(job)
         self._put_fleet(HandBack(self.name, self.incarnation, lease.group, lease.number, (job.attempt.slot,),
                                  reason))  # fmt: skip
 
-    def _forget(self, job: _Job) -> None:
-        self._engine.cancel(job.key)
-        self._decoding.pop(job.key, None)
+    def _forget(self, job: Job, lost: bool = False) -> None:
+        self._engine.cancel(job.request)
+        self._decoding.pop(job.request, None)
         self._jobs.pop(job.key, None)
-        if job in self._ready:
-            self._ready.remove(job)
+        self._scheduler.ended(job.key, lost)
         if not job.writer.ended:
             job.writer.abandon()
 
@@ -210,28 +203,21 @@ class Worker:
             prompt = None if reply.messages is None else self._engine.encode_chat(reply.messages)
             for job in jobs:
                 if prompt is not None:
-                    job.prompt = prompt
-                    self._ready.append(job)
-                elif job.prompt is None:
+                    job.prompt, job.phase = prompt, Phase.READY
+                elif job.phase is Phase.PROMPT:
                     self._failed_to_start(job, reply)
                 else:
                     self._judged(job, reply)
 
-    def _failed_to_start(self, job: _Job, reply: Reply) -> None:
+    def _failed_to_start(self, job: Job, reply: Reply) -> None:
         assert reply.failed is not None
         self._start_writer(job)
         self._end(job, Outcome.INFRA_FAILURE, reply.failed.reason, Boundary(reply.failed.boundary),
                        text=reply.failed.message)  # fmt: skip
-        self._forget(job)
+        self._forget(job, lost=True)
 
-    def _judged(self, job: _Job, reply: Reply) -> None:
-        text = self._text(job)
-        timings = {
-            "queue": (job.submitted - job.received) * 1e3,
-            "prefill": (job.first_token - job.submitted) * 1e3,
-            "decode": (job.finished - job.first_token) * 1e3,
-            "scorer": (time.monotonic() - job.finished) * 1e3,
-        }
+    def _judged(self, job: Job, reply: Reply) -> None:
+        text, timings = self._text(job), job.scored(time.monotonic())
         if reply.failed is not None:
             self._end(job, Outcome.INFRA_FAILURE, reply.failed.reason, Boundary(reply.failed.boundary), text=text,
                            timings_ms=timings)  # fmt: skip
@@ -242,9 +228,9 @@ class Worker:
             self._end(job, outcome, job.stop_reason, Boundary.NONE if verdict.success else Boundary.MODEL,
                            reward=verdict.reward, rewards=verdict.components, text=text,
                            timings_ms=timings)  # fmt: skip
-        self._forget(job)
+        self._forget(job, lost=reply.failed is not None)
 
-    def _end(self, job: _Job, outcome: Outcome, reason: str, boundary: Boundary, **facts: Any) -> None:
+    def _end(self, job: Job, outcome: Outcome, reason: str, boundary: Boundary, **facts: Any) -> None:
         try:
             job.writer.end(outcome, reason, boundary, **facts)
         except RecordTooLarge as error:
@@ -252,40 +238,48 @@ class Worker:
         except BlobError as error:
             job.writer.end(Outcome.INFRA_FAILURE, REASON_BLOB_FAILED, Boundary.PRODUCER, text=str(error))
 
-    def _text(self, job: _Job) -> str:
+    def _text(self, job: Job) -> str:
         return self._engine.decode(job.tokens)
 
     # -------------------------------------------------------------------------------------------------- engine
 
-    def _take_weights(self) -> None:
+    def _take_weights(self) -> float:
+        """Seconds that it took to apply what has come."""
         if any(job.lease.version == self._engine.version for job in self._jobs.values()):
-            return  # pinned: what has come is applied afterwards
-        for clock in self._receiver.apply_ready(self._engine):
+            return 0.0  # pinned: what has come is applied afterwards
+        began, clocks = time.monotonic(), self._receiver.apply_ready(self._engine)
+        for clock in clocks:
             self._put_fleet(clock)
+        return time.monotonic() - began if clocks else 0.0
 
-    def _submit(self) -> None:
-        """Hand over what may run: a slot starts only at a version that its lease allows."""
-        for _ in range(len(self._ready)):
-            job = self._ready.popleft()
-            if job.lease.version is not None and self._engine.version > job.lease.version:
+    def _begin(self) -> None:
+        """Let slots begin, as the scheduler says: each only at a version that its lease allows."""
+        for job in [job for job in self._jobs.values() if not job.begun and job.lease.version is not None]:
+            if self._engine.version > (job.lease.version or 0):
                 self._hand_back(job, REASON_OTHER_VERSION)  # served weights never go back
-                continue
-            if self._engine.version < job.lease.min_version:
-                self._ready.append(job)
-                continue
-            assert job.prompt is not None
-            sampling = self._start_writer(job)
-            try:
-                self._engine.submit(GenerationRequest(job.key, job.prompt, sampling, self._engine.eos_ids))
-            except EngineError as error:
-                self._end(job, Outcome.INFRA_FAILURE, REASON_PROMPT_TOO_LONG, Boundary.ENVIRONMENT, text=str(error))
-                self._forget(job)
-                continue
-            job.submitted = time.monotonic()
-            job.writer.context(job.prompt, Source.PROMPT)
-            self._decoding[job.key] = job
+        active, capacity = self._engine.active, self._engine.capacity
+        self._scheduler.observe(EngineLoad(min(active, capacity), max(0, active - capacity), capacity))
+        for key in self._scheduler.starts(self._may_begin):
+            self._submit(self._jobs[key])
 
-    def _start_writer(self, job: _Job) -> Sampling:
+    def _may_begin(self, key: SlotKey) -> bool:
+        job = self._jobs[key]
+        return job.phase is Phase.READY and self._engine.version >= job.lease.min_version
+
+    def _submit(self, job: Job) -> None:
+        sampling = self._start_writer(job)
+        affinity = Affinity(job.request, job.attempt.group)
+        try:
+            self._engine.submit(GenerationRequest(job.request, job.prompt, sampling, self._engine.eos_ids, affinity))
+        except EngineError as error:
+            self._end(job, Outcome.INFRA_FAILURE, REASON_PROMPT_TOO_LONG, Boundary.ENVIRONMENT, text=str(error))
+            self._forget(job, lost=True)
+            return
+        job.submitted, job.phase = time.monotonic(), Phase.DECODING
+        job.writer.context(job.prompt, Source.PROMPT)
+        self._decoding[job.request] = job
+
+    def _start_writer(self, job: Job) -> Sampling:
         rollout, a = self._settings.rollout, job.attempt
         words = f"{self._settings.seed}/{a.group}/{a.slot}/{a.attempt}".encode()
         seed = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1
@@ -301,15 +295,24 @@ class Worker:
         if job is None:
             return
         job.first_token = job.first_token or time.monotonic()
-        job.writer.model(one.token_ids, one.logprobs, one.version)
+        if len(one.token_ids):
+            job.writer.model(one.token_ids, one.logprobs, one.version)
         job.tokens += one.token_ids.tolist()
         self._counters["sampled_tokens"] += len(one.token_ids)
-        if one.finished is None:
+        if one.finished == "lost":
+            self._end(job, Outcome.INFRA_FAILURE, REASON_ENGINE_LOST, Boundary.ENGINE, text=self._text(job))
+            self._forget(job, lost=True)
             return
-        job.finished = time.monotonic()
-        job.stop_reason = REASON_STOP if one.finished == "stop" else REASON_LENGTH
-        job.writer.flush(job.stop_reason)
-        del self._decoding[job.key]
+        now, reason = time.monotonic(), REASON_STOP if one.finished == "stop" else REASON_LENGTH
+        if one.finished is None:
+            most = job.budget.max_model_s
+            if most is None or len(job.tokens) * self._pace.token_s < most or now - job.first_token < most:
+                return
+            self._engine.cancel(job.request)  # its model's time is spent: it is judged as it stands
+            reason = REASON_BUDGET_SPENT
+        job.writer.timed(job.decoded(now, reason, self._pace))
+        job.writer.flush(reason)
+        del self._decoding[job.request]
         number = self._host.ask_score(job.lease.task, self._text(job), self._settings.rollout.score_timeout_s)
         self._asked[number] = [job]
 
@@ -343,36 +346,33 @@ class Worker:
         self._outbox.put(self._topics.name(TRAJECTORIES), key, event, wait_s=OUTAGE_S)
 
 
-def run_worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, stop: threading.Event, *,
-               name: str | None = None, slots: int = 32, device: str = "cpu", threads: int | None = None) -> None:
+def run_worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, stop: threading.Event,
+               choice: EngineChoice, *, name: str | None = None, threads: int | None = None) -> None:  # fmt: skip
     """Load the model, catch up with the newest published version, then serve leases until `stop`.
 
-    `slots` sequences decode at once; as many again may wait, so that the engine never idles while the coordinator
-    learns of a free slot. Raises ModelError, WeightsRefused, EnvironmentFailed.
+    As many sequences as decode at once may wait, so that the engine never idles while the coordinator learns of a free
+    slot. Raises ModelError, WeightsRefused, ReplicaLost, EnvironmentFailed.
     """
     import torch
 
-    from .engines.hf import HfEngine
+    from .engines.served import ModelFolder
 
     if threads:
         torch.set_num_threads(threads)
     model = settings.model
     name, incarnation = name or _default_name(), uuid.uuid4().hex
-
-    def load(slots: int) -> HfEngine:
-        return HfEngine(model.path, slots=slots, max_tokens=model.max_length, dtype=model.dtype,
-                        compute_dtype=model.compute_dtype, device=device)  # fmt: skip
-
-    engine = load(slots)
-    receiver = Receiver(kafka, topics, worker=name, incarnation=incarnation, initial=lambda: load(1).served_arrays())
+    engine = open_engine(model, choice)
+    receiver = Receiver(kafka, topics, worker=name, incarnation=incarnation,
+                        initial=lambda: ModelFolder(model.path, model.dtype).bits)  # fmt: skip
     try:
         if not receiver.load(engine, stop):
             return
         worker = Worker(kafka, topics, settings, engine, receiver, name=name, incarnation=incarnation,
-                        capacity=2 * slots)  # fmt: skip
+                        capacity=2 * engine.capacity)  # fmt: skip
         worker.run(stop)
     finally:
         receiver.close()
+        engine.close()
 
 
 def _default_name() -> str:

@@ -172,5 +172,21 @@ class EngineError(HeadraceError):
     """The engine refused a request that it can never run."""
 
 
+class ReplicaLost(HeadraceError):
+    """A replica died, hung or refused a request that another may run: nothing more of the request comes from it."""
+
+
+class RequestAborted(ReplicaLost):
+    """A replica gave a request up because its weights change: it may go on at once, there too."""
+
+
 class EnvironmentFailed(HeadraceError):
     """The environment's host died, hung or raised: infrastructure, never the model's fault."""
+
+
+class SandboxFailed(HeadraceError):
+    """A sandbox couldn't be started, in time or at all: infrastructure, never the model's fault."""
+
+
+class SandboxLost(HeadraceError):
+    """A sandbox is gone, or was given up, under the step that it ran; the message says what happened."""

@@ -8,7 +8,7 @@ name says otherwise; token columns are bytes as `columns` packs them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -61,7 +61,11 @@ class GroupSpec:
     max_age_s: Finite
     on_deadline: str  # survivors | cancel | wait
     zero_variance: str  # refill | keep
-    max_tokens: int  # budget of model tokens per episode, on the episode's own clock
+    # Budgets of an episode on its own clock; None: as much as it likes.
+    max_tokens: int  # of its model
+    max_turns: int | None = None
+    model_time_s: Finite | None = None  # what its model would take with the engine to itself
+    tool_time_s: Finite | None = None
 
     @property
     def slots(self) -> int:
@@ -236,7 +240,7 @@ class Span:
     stop_reason: str | None
     engine: str | None
     detail: str | None  # JSON: tool calls with results, references to routed experts or media
-    timings_ms: dict[str, float]  # queue, prefill, decode, environment, scorer
+    timings_ms: dict[str, float]  # by step (docs/wire.md, section 4); of a turn, in the last span of its part
     tokens: bytes
     logprobs: bytes | None
     mask: bytes | None  # uint8[count]; null: every model token may train
@@ -408,6 +412,7 @@ class AttemptEnded(Chained):
     reward: float | None
     model_tokens: int
     ends_slot: bool
+    timings_ms: dict[str, float] = field(default_factory=dict)  # by step, as its EpisodeEnded or else its spans have it
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,10 @@ class RolloutSettings(Section):
     reserves: Annotated[int, Field(ge=0)] = Field(0, description="extra slots that replace infra-failed ones")
     temperature: PositiveFloat = Field(1.0, description="sampling temperature; the trainer applies it too")
     max_new_tokens: Positive = Field(64, description="budget of model tokens per episode")
+    max_turns: Positive | None = Field(None, description="budget of model turns per episode; none: no limit")
+    model_time_s: PositiveFloat | None = Field(None, description="budget per episode of its model's time, as if it had "
+                                                                 "the engine to itself; none: no limit")  # fmt: skip
+    tool_time_s: PositiveFloat | None = Field(None, description="budget per episode of its tools' time; none: no limit")
     max_attempts: Positive = Field(3, description="attempts per slot after infrastructure failures")
     min_survivors: Positive | None = Field(None, description="fewer counted siblings close a group without training; "
                                                              "none: half the group, rounded up")  # fmt: skip
@@ -98,8 +102,10 @@ class RolloutSettings(Section):
 
 class BatchSettings(Section):
     groups: Positive = Field(8, description="groups per batch")
-    max_lag: Annotated[int, Field(ge=0)] = Field(1, description="versions that sampling may run ahead of training; "
-                                                                "0 is strictly synchronous")  # fmt: skip
+    max_lag: Annotated[int, Field(ge=0)] = Field(1, description="versions that sampling may run ahead of training; 0, "
+                                                                "the simple mode, takes turns; 1 overlaps them; more "
+                                                                "only where `headrace status` advises it: where both "
+                                                                "sides wait for over 15 % of their time")  # fmt: skip
     max_ahead: Annotated[int, Field(ge=0)] = Field(1, description="manifests written before the version they wait for")
     max_groups_per_batch: Positive | None = Field(None, description="groups without a batch before the run gives "
                                                                     "up; none: 50 batches' worth")  # fmt: skip
@@ -345,6 +351,9 @@ class RunSettings(Section):
             on_deadline=rollout.on_deadline,
             zero_variance=rollout.zero_variance,
             max_tokens=rollout.max_new_tokens,
+            max_turns=rollout.max_turns,
+            model_time_s=rollout.model_time_s,
+            tool_time_s=rollout.tool_time_s,
         )
 
 

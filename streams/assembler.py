@@ -11,7 +11,7 @@ replay. The decisions, in one place:
   protocol end the attempt as an infrastructure failure at once. Events after an attempt's own end are `late`.
 - A slot ends with a trainable outcome, or when its attempts are used up. `unknown` on every attempt allowed is the
   model's failure; one recorded fault of ours among them makes it infrastructure. A failure that no scorer had to judge
-  (attempts or token budget spent) has reward 0.
+  (attempts, or a budget on the episode's own clock, spent) has reward 0.
 - A trainable outcome without a finite reward is a failure of the scorer.
 - The slots that count are the first `group_size` by number that have not failed; the group closes when they have all
   ended, or at its deadline. A record that arrives with the deadline is applied before the deadline is.
@@ -282,7 +282,7 @@ class Fold:
         self._effects.append(AttemptEnded(
             **UNLINKED, cause=self._at, group=group.id, slot=slot.number, attempt=attempt.number,
             incarnation=attempt.incarnation, outcome=outcome, reason=reason, boundary=boundary, reward=reward,
-            model_tokens=attempt.model_tokens, ends_slot=ends_slot,
+            model_tokens=attempt.model_tokens, ends_slot=ends_slot, timings_ms=dict(attempt.times),
         ))  # fmt: skip
 
     def _add(self, kind: str, event: EpisodeEvent) -> None:
@@ -301,8 +301,8 @@ class Fold:
         for slot in group.slots:
             if slot.ended or slot.number not in counting:
                 continue
-            attempt, budget = slot.current, max(1, group.spec.max_tokens)
-            if attempt is not None and attempt.outcome is None and attempt.model_tokens >= budget:
+            attempt = slot.current
+            if attempt is not None and attempt.outcome is None and attempt.spent(group.spec):
                 self._end_slot(group, slot, Outcome.MODEL_FAILURE, REASON_BUDGET_SPENT, Boundary.MODEL, 0.0)
             else:
                 self._end_slot(group, slot, Outcome.INFRA_FAILURE, REASON_DEADLINE, Boundary.PRODUCER, None)

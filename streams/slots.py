@@ -22,6 +22,7 @@ from headrace.schemas.events import (
     VersionRun,
 )
 from headrace.schemas.outcomes import Account, Boundary, Closure, Outcome, Source
+from headrace.schemas.waiting import MODEL_TIME, Step
 
 ACCOUNT_CANDIDATE = "candidate"  # of a closure: its disposition decides later
 
@@ -39,6 +40,8 @@ class Attempt:
     beyond: dict[int, int] = field(default_factory=dict)  # hashes after a gap, by sequence
     model_tokens: int = 0
     context_tokens: int = 0
+    turns: int = 0  # that are over
+    times: dict[str, float] = field(default_factory=dict)  # ms by step: of its spans, and at its end of the whole
     runs: list[list[int]] = field(default_factory=list)  # [version, count]
     temperature: float = math.nan
     reported: bool = False  # its own EpisodeEnded has been seen
@@ -50,8 +53,15 @@ class Attempt:
         return self.beyond.get(sequence)
 
     def count(self, event: EpisodeEvent) -> None:
+        if isinstance(event, EpisodeEnded):
+            self.times |= event.timings_ms
         if not isinstance(event, Span):
             return
+        # A turn is over with its stop reason, or once another follows.
+        ended = event.source == Source.MODEL and event.stop_reason is not None
+        self.turns = max(self.turns, event.turn + ended)
+        for step, ms in event.timings_ms.items():
+            self.times[step] = self.times.get(step, 0.0) + ms
         if event.source != Source.MODEL:
             self.context_tokens += event.count
             return
@@ -61,6 +71,15 @@ class Attempt:
                 self.runs[-1][1] += run.count
             else:
                 self.runs.append([run.version, run.count])
+
+    def spent(self, spec: GroupSpec) -> bool:
+        """Whether a budget on the episode's own clock is used up: no deadline can be blamed for that."""
+        used: list[tuple[float, float | None]] = [
+            (self.model_tokens, max(1, spec.max_tokens)), (self.turns, spec.max_turns),
+            (self.times.get(MODEL_TIME, 0.0) / 1000, spec.model_time_s),
+            (self.times.get(Step.ENVIRONMENT, 0.0) / 1000, spec.tool_time_s),
+        ]  # fmt: skip
+        return any(most is not None and amount >= most for amount, most in used)
 
 
 @dataclass(slots=True)

@@ -66,3 +66,6 @@ class FakeEngine:
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(ALPHABET[i % len(ALPHABET)] for i in ids)
+
+    def close(self) -> None:
+        self._active.clear()

@@ -114,7 +114,7 @@ def _close(events: Sequence[_Event], timeline: Sequence[_Event]) -> Closure | No
         current = _attempts(events, slot, expiry)
         over = _attempt_end(events, slot, current[-1]) if current else None  # it failed, and waits for the next
         runs = current and (over is None or over.offset > expiry)
-        if slot not in ended and runs and _tokens(events, slot, current[-1], expiry) >= max(1, spec.max_tokens):
+        if slot not in ended and runs and _spent(events, slot, current[-1], expiry, spec):
             ended[slot] = _End(expiry, "model_failure", 0.0, current[-1].attempt)
     survivors = [slot for slot in sorted(ended) if ended[slot].outcome in TRAINABLE][: spec.group_size]
     return _closure(events, expiry, {slot: ended[slot] for slot in survivors}, expired=True)
@@ -151,8 +151,19 @@ def _of(events: Sequence[_Event], slot: int, attempt: _Attempt) -> Iterator[_Eve
                 yield entry
 
 
-def _tokens(events: Sequence[_Event], slot: int, attempt: _Attempt, until: int) -> int:
-    return sum(e.event.count for e in _whole(events, slot, attempt, until) if e.event.source == "model")
+def _spent(events: Sequence[_Event], slot: int, attempt: _Attempt, until: int, spec: Any) -> bool:
+    """Whether the attempt had used up a budget by then."""
+    spans = [e.event for e in _whole(events, slot, attempt, until)]
+    if sum(span.count for span in spans if span.source == "model") >= max(1, spec.max_tokens):
+        return True
+    begun = max((span.turn for span in spans), default=0)
+    over = {span.turn for span in spans if span.source == "model" and span.stop_reason is not None} | set(range(begun))
+    if spec.max_turns is not None and over and max(over) + 1 >= spec.max_turns:
+        return True
+    for limit, step in ((spec.model_time_s, "model"), (spec.tool_time_s, "environment")):
+        if limit is not None and sum(span.timings_ms.get(step, 0) for span in spans) >= 1000 * limit:
+            return True
+    return False
 
 
 def _whole(events: Sequence[_Event], slot: int, attempt: _Attempt, until: int) -> list[_Event]:

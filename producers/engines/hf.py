@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from headrace.schemas.errors import EngineError, ModelError, WeightsRefused
+from headrace.schemas.errors import EngineError, ModelError
 
-from . import Changes, Finished, GenerationRequest, Progress
+from . import Changes, Finished, GenerationRequest, Progress, check_request
+from .served import check_changes, read_only, write_changes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16, torch.float32: torch.uint32}
@@ -151,52 +152,26 @@ class HfEngine:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        configured = self._model.generation_config.eos_token_id
-        ids = configured if isinstance(configured, list) else [configured]
-        return frozenset(int(i) for i in [*ids, self._tokenizer.eos_token_id] if i is not None)
+        return eos_ids(self._model, self._tokenizer)
 
     def served_arrays(self) -> dict[str, NDArray[Any]]:
-        views = {}
-        for name, bits in self._bits.items():
-            view = bits.view()
-            view.flags.writeable = False
-            views[name] = view
-        return views
+        return read_only(self._bits)
 
     def apply(self, version: int, changes: Changes) -> None:
-        if version <= self._version:
-            raise WeightsRefused(f"version {version} can't follow version {self._version}, which is served here")
-        for name, (positions, values) in changes.items():
-            self._check(name, positions, values)
+        check_changes(version, self._version, self._bits, changes)
+        write_changes(self._bits, changes)
         with torch.no_grad():
-            for name, (positions, values) in changes.items():
-                served, flat = self._served[name], self._bits[name].reshape(-1)
+            for name, (positions, _) in changes.items():
+                served = self._served[name]
                 if positions is None:
-                    flat[:] = values.reshape(-1)
                     self._parameters[name].copy_(served)
                 else:
-                    flat[positions] = values
                     index = torch.from_numpy(positions)
                     parameter = self._parameters[name].view(-1)
                     parameter[index.to(parameter.device)] = served.view(-1)[index].to(parameter.device,
                     parameter.dtype)
         self._version = version
         self._prefix = ([], [], [])  # a later request never meets another version's cached prefix
-
-    def _check(self, name: str, positions: NDArray[np.int64] | None, values: NDArray[Any]) -> None:
-        if name not in self._bits:
-            raise WeightsRefused(f"tensor {name!r} is not one that this engine serves")
-        bits = self._bits[name]
-        if values.dtype != bits.dtype:
-            raise WeightsRefused(f"tensor {name!r}: values of type {values.dtype}, served are {bits.dtype}")
-        if positions is None:
-            if values.size != bits.size:
-                raise WeightsRefused(f"tensor {name!r}: {values.size} values for {bits.size} positions")
-            return
-        if positions.dtype != np.int64 or positions.ndim != 1 or positions.shape != values.shape:
-            raise WeightsRefused(f"tensor {name!r}: positions must be int64 [n], and values as many")
-        if positions.size and (positions.min() < 0 or positions.max() >= bits.size):
-            raise WeightsRefused(f"tensor {name!r}: a position lies outside its {bits.size} values")
 
     def fingerprint(self) -> dict[str, str]:
         return {
@@ -215,22 +190,15 @@ class HfEngine:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def close(self) -> None:
+        """Memory alone, which the process gives back."""
+
     # --- requests -------------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest) -> None:
-        name = f"request {request.request_id!r}"
         if any(row.request.request_id == request.request_id for row in (*self._waiting, *self._rows)):
-            raise EngineError(f"{name} is already active: use another id")
-        if not len(request.prompt):
-            raise EngineError(f"{name} has an empty prompt")
-        if min(request.prompt) < 0 or max(request.prompt) >= self._vocabulary:
-            raise EngineError(f"{name} has a token outside the vocabulary of {self._vocabulary}: another tokenizer's?")
-        total = len(request.prompt) + request.sampling.max_new_tokens
-        if total > self._max_tokens:
-            raise EngineError(
-                f"{name} needs {total} tokens (prompt {len(request.prompt)}), the engine takes {self._max_tokens}:"
-                " raise its max_tokens or shorten the task"
-            )
+            raise EngineError(f"request {request.request_id!r} is already active: use another id")
+        check_request(request, self._vocabulary, self._max_tokens)
         self._waiting.append(_Row(request))
 
     def cancel(self, request_id: str) -> None:
@@ -410,6 +378,13 @@ def load_model(model_path: str | Path, compute_dtype: str, device: str) -> tuple
     return model.to(device=device, dtype=getattr(torch, compute_dtype)).eval().requires_grad_(False), tokenizer
 
 
+def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The tokens with which the model ends a turn, as its folder says."""
+    configured = model.generation_config.eos_token_id
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None)
+
+
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
     """How many tokens two sequences begin with alike."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):
@@ -426,9 +401,10 @@ def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _sample(logits: torch.Tensor, rows: Sequence[_Row]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """One token per row from softmax(logits / temperature), by inverting the distribution function at the row's own
-    uniform number, and its log-probability in float32."""
+    uniform number, and its log-probability in float32; a greedy row's at temperature 1."""
     sampling = [row.request.sampling for row in rows]
-    temperature = torch.tensor([[s.temperature] for s in sampling], dtype=torch.float32, device=logits.device)
+    temperatures = [[1.0 if s.greedy else s.temperature] for s in sampling]
+    temperature = torch.tensor(temperatures, dtype=torch.float32, device=logits.device)
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     chosen = logprobs.argmax(dim=-1)
     drawn = [index for index, s in enumerate(sampling) if not s.greedy]

@@ -82,6 +82,9 @@ class SyntheticEngine:
     def decode(self, ids: Sequence[int]) -> str:
         return load.text_of(ids)
 
+    def close(self) -> None:
+        self._requests.clear()
+
 
 def main() -> int:
     parser = argparse.ArgumentParser()

@@ -171,8 +171,9 @@ def test_status_says_where_the_run_stands_and_what_holds_it_up(scripted: Scripte
         r for r in headrace.json("status") if r["run"] == NAME
     ).items()
     assert found["letters"]["newest"]["origin"].startswith("trajectories[") and found["letters"]["exact"]
+    assert found["waits"]["stragglers"] and found["waits"]["advice"]
     shown = headrace("status", NAME)[1]
-    assert "held up by" in shown and "1 UndecodableRecord of trajectories" in shown
+    assert "held up by" in shown and "\nbottleneck " in shown and "1 UndecodableRecord of trajectories" in shown
 
 
 @pytest.mark.parametrize("kind", ["episodes", "groups", "batches", "versions", "replicas", "tasks"])

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.consumers.figures import measure
 from headrace.consumers.ledger import audit
 from headrace.consumers.run import open_run
 from headrace.schemas import delta
@@ -99,6 +100,20 @@ def test_publications_are_a_folder_then_deltas_and_snapshots(finished: Running) 
     assert {v for v, kind in kinds if kind == "delta"} == set(range(1, VERSIONS + 1))
     assert {v for v, kind in kinds if kind == "snapshot"} == {4, 8, 12}
     assert events[0].kind == "path" and events[0].version == 0
+
+
+def test_waiting_is_measured_and_each_batch_has_a_straggler_with_a_name_and_a_state(finished: Running) -> None:
+    found = measure(open_run(finished.topics.run, finished.kafka).snapshot())
+    waits = found.waits
+    assert waits.steps_s.keys() == {"queue", "prefill", "decode", "scorer"}
+    assert all(seconds > 0 for seconds in waits.steps_s.values())
+    assert waits.engine["busy"] > 0 and waits.engine["paced"] > 0  # the trainer's turn at max_lag = 0
+    assert sum(waits.engine.values()) == pytest.approx(1.0)
+    assert waits.trainer["waiting"] > 0 and waits.trainer["compute"] > 0
+    assert [one.batch for one in waits.stragglers] == list(range(1, found.batches + 1))
+    for one in waits.stragglers:
+        assert one.state in waits.steps_s and 0 < one.state_s <= one.open_s + 1
+    assert waits.gpu_hours is None
 
 
 def test_same_run_goes_on_to_a_later_version_and_other_settings_are_refused(finished: Running) -> None:

@@ -166,6 +166,27 @@ def test_slot_open_at_the_deadline_is_the_models_failure_only_if_its_budget_is_s
     assert folded.closure.accounts == {"candidate": 14, "excluded": 9}
 
 
+@pytest.mark.parametrize(("budget", "turns"), [
+    ({"max_turns": 2}, [{}, {}]),
+    ({"model_time_s": 3.0}, [{"model": 2000.0}, {"model": 1000.0}]),
+    ({"tool_time_s": 1.5}, [{"environment": 700.0}, {"environment": 900.0}]),
+])  # fmt: skip
+def test_each_clock_of_the_episode_excuses_nothing_once_it_is_spent(
+        budget: dict[str, Any], turns: list[dict[str, float]]) -> None:  # fmt: skip
+    """Slot 1 used its budget up; slot 2 only waited, for longer than that, in queues."""
+    folded = opened(spec(3, **budget))
+    folded.feed(*Script(slot=0).whole(1.0))
+    for slot, times in ((1, turns), (2, [*turns[:1], {"queue": 50_000.0, "decode": 50_000.0}])):
+        script = Script(slot=slot)
+        folded.feed(script.started())
+        for turn, timings in enumerate(times):
+            last = slot == 2 and turn == 1
+            folded.feed(replace(script.span(2), turn=turn, timings_ms=timings, stop_reason=None if last else "stop"))
+    folded.pass_s(61)
+    assert [(fate.outcome, fate.reason) for fate in folded.closure.slots[1:]] == [
+        ("model_failure", "budget_spent"), ("infra_failure", "deadline")]  # fmt: skip
+
+
 def test_outage_of_the_log_expires_nothing() -> None:
     folded = opened(spec(deadline_s=60))
     folded.feed(Tick("t", 0), after_ms=12 * 3600 * 1000)

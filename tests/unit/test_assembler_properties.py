@@ -57,6 +57,11 @@ ENDS: list[tuple[float | None, Outcome | None]] = [
 ]  # fmt: skip
 
 
+# (max_tokens, max_turns, model_time_s, tool_time_s)
+BUDGETS = [(4, None, None, None), (64, None, None, None), (64, 2, None, None), (64, 3, 0.5, None),
+           (64, None, None, 0.3)]  # fmt: skip
+BUDGETS_BY_NAME = [dict(zip(("max_tokens", "max_turns", "model_time_s", "tool_time_s"), one, strict=True))
+                   for one in BUDGETS]  # fmt: skip
 BROKEN = pack_float32(np.array([np.nan, 1.0], np.float32))
 
 
@@ -77,6 +82,13 @@ class Move:
     choice: int
 
 
+def timed(span: Span, choice: int) -> Span:
+    """A turn of its own, with the time that it took its side."""
+    step = "model" if span.source == Source.MODEL else "environment"
+    return replace(span, turn=span.sequence // 2, timings_ms={step: 200.0 * choice, "queue": 9000.0},
+                   stop_reason="stop" if choice % 2 else None)  # fmt: skip
+
+
 def shifted(records: Sequence[Record], by_ms: Iterable[int]) -> list[Record]:
     """The same records with other timestamps."""
     return [replace(record, timestamp_ms=record.timestamp_ms + by) for record, by in zip(records, by_ms, strict=True)]
@@ -85,10 +97,12 @@ def shifted(records: Sequence[Record], by_ms: Iterable[int]) -> list[Record]:
 _specs = st.builds(
     lambda size, reserves, attempts, survivors, deadline, policy, zero, tokens: spec(
         size, reserves=reserves, max_attempts=attempts, min_survivors=min(size, survivors), deadline_s=deadline,
-        max_age_s=2.5 * deadline, on_deadline=policy, zero_variance=zero, max_tokens=tokens,
+        max_age_s=2.5 * deadline, on_deadline=policy, zero_variance=zero, max_tokens=tokens[0], max_turns=tokens[1],
+        model_time_s=tokens[2], tool_time_s=tokens[3],
     ),
     st.integers(1, 3), st.integers(0, 1), st.integers(1, 3), st.integers(0, 3), st.sampled_from([6.0, 15.0, 40.0]),
-    st.sampled_from(["survivors", "cancel", "wait"]), st.sampled_from(["refill", "keep"]), st.sampled_from([4, 64]),
+    st.sampled_from(["survivors", "cancel", "wait"]), st.sampled_from(["refill", "keep"]),
+    st.sampled_from(BUDGETS),
 )  # fmt: skip
 _rules = st.builds(Rules, _specs, st.sampled_from(["train", "train", "train", "eval"]),
                    st.sampled_from([False, False, False, True]))  # fmt: skip
@@ -161,7 +175,7 @@ def told(rules: Sequence[Rules], moves: Sequence[Move]) -> list[Record]:
             if move.kind == "skip":
                 script.sequence += 1
             source = Source.ENVIRONMENT if move.choice == 3 else Source.MODEL
-            put(script.started() if script.sequence == 0 else script.span(2, source))
+            put(script.started() if script.sequence == 0 else timed(script.span(2, source), move.choice))
     return out
 
 
@@ -178,7 +192,7 @@ def drawn(seed: int) -> list[Record]:
             spec(size, reserves=draw.choice([0, 1]), max_attempts=draw.choice([1, 2, 3]),
                  min_survivors=draw.randrange(size + 1), deadline_s=(deadline := draw.choice([6.0, 15.0, 40.0])),
                  max_age_s=2.5 * deadline, on_deadline=draw.choice(["survivors", "cancel", "wait"]),
-                 zero_variance=draw.choice(["refill", "keep"]), max_tokens=draw.choice([4, 64])),
+                 zero_variance=draw.choice(["refill", "keep"]), **draw.choice(BUDGETS_BY_NAME)),
             draw.choice(["train"] * 6 + ["eval"]), draw.random() < 0.1))  # fmt: skip
     calm = seed % 2
     kinds = ["event"] * 4 + ["whole"] * 8 + ["lease", "repeat", "tick"] if calm else KINDS

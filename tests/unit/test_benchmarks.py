@@ -36,6 +36,21 @@ def test_a_quick_run_of_the_wire_says_every_figure_and_goal_as_json() -> None:
     assert set(exact) == {"yes"}
 
 
+def test_routing_finds_the_prefixes_of_a_trace_and_keeps_the_load_even(capsys: pytest.CaptureFixture[str]) -> None:
+    assert importlib.import_module("benchmarks.routing").main(["--quick", "--json", "--check"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    hits = {row["subject"]: row["value"] for row in said if row.get("measure", "").endswith("unlimited caches")
+            and row["measure"].startswith("hit")}  # fmt: skip
+    assert hits["prefix under bounded load"] == hits["ours, as estimated"] > 1.5 * hits["round-robin"]
+
+
+def test_line_of_a_trace_that_is_no_request_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1]}\n{"timestamp": 1}\n')
+    assert importlib.import_module("benchmarks.routing").main([str(path)]) == 2
+    assert f"{path}, line 2" in capsys.readouterr().err
+
+
 def sample(options: argparse.Namespace, result: Result) -> None:
     result.row("speed", "ours", harness.spread([3.0, 1.0, 2.0]), "tokens/s")
     result.row("survives kill -9", "theirs", "no")

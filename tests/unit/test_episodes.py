@@ -268,3 +268,18 @@ def test_times_and_timings_are_checked_before_anything_is_written() -> None:
         with pytest.raises(InvalidRecord, match=said):
             w.end(Outcome.MODEL_FAILURE, "stop", reward=0.0, **over)
     assert len(out) == 1 and not w.ended
+
+
+def test_times_of_a_turn_stand_in_its_last_span_alone() -> None:
+    w, out = writer(limit=2)
+    started(w)
+    w.model([1, 2, 3], [-0.5] * 3, 0)
+    w.timed({"decode": 30.0, "model": 20.0})
+    w.flush("stop")
+    w.context([4], Source.ENVIRONMENT)
+    w.timed({"environment": 5.0})
+    w.flush()
+    times = [event.timings_ms for event in out if isinstance(event, Span)]
+    assert times == [{}, {"decode": 30.0, "model": 20.0}, {"environment": 5.0}]
+    with pytest.raises(InvalidRecord, match="'decode' is -1 ms"):
+        w.timed({"decode": -1.0})

@@ -1,0 +1,155 @@
+"""Decides how tokens that come from a loop are handed out step by step: the asynchronous half of an `Engine`.
+
+A thread of its own runs the loop; each request is a task there that reads its tokens. Whoever drives the engine never
+waits for more than `STEP_S`, and never for the work of a request.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import numpy as np
+
+from headrace.schemas.errors import EngineError, ReplicaLost
+
+from . import GenerationRequest, Progress, check_request
+
+log = logging.getLogger("headrace.engines.driven")
+
+T = TypeVar("T")
+
+STEP_S = 0.02  # how long a step waits for tokens before its caller may do something else
+
+
+class ActiveRequest:
+    """One request on its way: the task that reads its tokens, and whether any have come."""
+
+    __slots__ = ("request", "task", "begun", "cancelled")
+
+    def __init__(self, request: GenerationRequest):
+        self.request = request
+        self.task: asyncio.Task[None] | None = None
+        self.begun = self.cancelled = False
+
+
+class LoopEngine(abc.ABC):
+    """`submit`, `cancel`, `step` and `close` of an `Engine` whose requests run on a loop."""
+
+    def __init__(self, vocabulary: int, max_tokens: int):
+        self._vocabulary, self._max_tokens = vocabulary, max_tokens
+        self._active: dict[str, ActiveRequest] = {}
+        self._arrived = threading.Condition()
+        self._out: list[tuple[ActiveRequest, Progress]] = []
+        self._failure: Exception | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=type(self).__name__, daemon=True)
+        self._thread.start()
+
+    @property
+    @abc.abstractmethod
+    def version(self) -> int:
+        """As in `Engine`."""
+
+    @abc.abstractmethod
+    def _generate(self, request: GenerationRequest) -> AsyncIterator[Progress]:
+        """The request's tokens; runs on the loop. EngineError and ReplicaLost are the request's own end; what else it
+        raises ends the engine."""
+
+    @abc.abstractmethod
+    async def _stop(self) -> None:
+        """Free what was opened on the loop, after every request's task has ended."""
+
+    @property
+    def active(self) -> int:
+        return len(self._active)
+
+    def submit(self, request: GenerationRequest) -> None:
+        if request.request_id in self._active:
+            raise EngineError(f"request {request.request_id!r} is already active: use another id")
+        check_request(request, self._vocabulary, self._max_tokens)
+        self._check_alive()
+        active = self._active[request.request_id] = ActiveRequest(request)
+        self._loop.call_soon_threadsafe(self._begin, active)
+
+    def cancel(self, request_id: str) -> None:
+        active = self._active.pop(request_id, None)
+        if active is not None:
+            active.cancelled = True
+            self._loop.call_soon_threadsafe(lambda: active.task and active.task.cancel())
+
+    def step(self) -> list[Progress]:
+        with self._arrived:
+            if self._active and not self._out and self._failure is None:
+                self._arrived.wait(STEP_S)
+            out, self._out = self._out, []
+        self._check_alive()
+        progress = [one for active, one in out if not active.cancelled]
+        for one in progress:
+            if one.finished is not None:
+                del self._active[one.request_id]
+        return progress
+
+    def close(self) -> None:
+        async def stop() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._stop()
+
+        if not self._loop.is_closed():
+            self._on_loop(stop())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise ReplicaLost(f"the engine has failed: {self._failure}") from self._failure
+
+    def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run on the loop what its caller waits for."""
+        waiting: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return waiting.result()
+
+    # ------------------------------------------------------------------------------------------------ on the loop
+
+    def _begin(self, active: ActiveRequest) -> None:
+        if not active.cancelled:
+            active.task = self._loop.create_task(self._read(active))
+
+    async def _begin_again(self, active: ActiveRequest) -> None:
+        """Restart a request of which no token has come."""
+        if active.task is not None:
+            active.task.cancel()
+            await asyncio.wait([active.task])
+        self._begin(active)
+
+    async def _read(self, active: ActiveRequest) -> None:
+        version = self.version
+        try:
+            async for one in self._generate(active.request):
+                active.begun, version = True, one.version
+                self._tell(active, one)
+        except (EngineError, ReplicaLost) as error:
+            log.warning("request %s is given up: %s", active.request.request_id, error)
+            self._tell(active, Progress(active.request.request_id, np.empty(0, np.int32), np.empty(0, np.float32),
+                                        version, "lost"))  # fmt: skip
+        except Exception as error:
+            self._fail(error)
+
+    def _tell(self, active: ActiveRequest, one: Progress) -> None:
+        with self._arrived:
+            self._out.append((active, one))
+            self._arrived.notify()
+
+    def _fail(self, error: Exception) -> None:
+        with self._arrived:
+            self._failure = self._failure or error
+            self._arrived.notify()
