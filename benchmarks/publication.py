@@ -54,7 +54,7 @@ def measure(options: argparse.Namespace, result: Result) -> None:
             size = 20_000_000 if options.quick else SYNTHETIC
             _compare(result, broker, folder, f"synthetic:{size}", f"{size / 1e9:g}B", (1,), options.quick)
         if "step" in parts and not options.quick:
-            _step(result, broker, folder, options.model)
+            _step(result, broker, _model(options, folder))
 
 
 def _sampled(options: argparse.Namespace, result: Result, broker: Broker, folder: Path) -> None:
@@ -174,7 +174,7 @@ def _compare(result: Result, broker: Broker, folder: Path, model: str, label: st
                     result.row("full reload, write", label, time.monotonic() - began, "s")
                     result.row("full reload, bytes", label, whole, "bytes")
                 _follow(result, source, checkpoint, f"{label}, {through}, {count} replica{'s' * (count > 1)}", count,
-                        whole, 1 if quick else TIMES)  # fmt: skip
+                        whole, 1 if quick or ":" in model else TIMES)  # fmt: skip
             finally:
                 source.close()
                 del source
@@ -265,9 +265,8 @@ def _throughput(result: Result, broker: Broker, model: str, label: str, checkpoi
             source.close()
 
 
-def _step(result: Result, broker: Broker, folder: Path, model: str | None) -> None:
+def _step(result: Result, broker: Broker, model: str) -> None:
     """A step of the real trainer alone, and one beside the publication of 1 %."""
-    assert model is not None
     import torch
 
     from headrace.trainer.batches import Episode, Group

@@ -62,7 +62,7 @@ class WeightTarget(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Update:
     record: Publication
-    changes: delta.Changes  # proved
+    changes: Mapping[str, delta.Change]  # proved
     sums: dict[str, delta.Sums]  # of each tensor, once it is applied
     clock: PublicationClock
 
@@ -162,13 +162,16 @@ class Receiver:
         return self._ready is not None
 
     def apply_ready(self, engine: WeightTarget, then: Callable[[], object] = lambda: None) -> list[PublicationClock]:
-        """Apply what is ready, call `then` before sampling goes on, and return the clocks that are complete since the
-        last call. Cheap when there is nothing. Raises what ended the following thread (LogError, ...); a refusal is
-        logged, not raised."""
-        if self._failure is not None:
-            raise self._failure
+        """Apply what is ready, call `then` before sampling goes on, and `take_clocks`. Cheap when there is nothing. A
+        refusal is logged, not raised."""
         if self._ready is not None:
             self._apply(engine, then)
+        return self.take_clocks()
+
+    def take_clocks(self) -> list[PublicationClock]:
+        """The clocks that are complete since the last call. Raises what ended the following thread (LogError, ...)."""
+        if self._failure is not None:
+            raise self._failure
         finished, self._finished = self._finished, []
         return finished
 

@@ -55,7 +55,8 @@ class Fence:
     """Keeps work away from a replica that doesn't serve what it should, until it has caught up.
 
     It is fenced once an update was refused, or once a version that is published has not been served for `patience_s`.
-    A replica that is reserved for an evaluation's version is not late.
+    A replica that waits is not late: for its active requests to end (`finish`), or for an evaluation that has pinned
+    its version.
     """
 
     patience_s: float
@@ -63,22 +64,22 @@ class Fence:
     _seen: dict[int, float] = field(default_factory=dict)  # version that isn't served yet: since when it is known
     _forgiven: int = 0  # refusals up to when it had caught up last
 
-    def observe(self, served: int, newest: int, refusals: Sequence[tuple[int, Exception]], reserved: bool,
+    def observe(self, served: int, newest: int, refusals: Sequence[tuple[int, Exception]], waits: bool,
                 now: float) -> str | None:  # fmt: skip
         """The reason to be fenced now. `newest`: known to be published; `refusals`: version and reason of each so far,
-        as the receiver keeps them."""
+        as the receiver keeps them; `waits`: an update is ready, or an evaluation has pinned the version."""
         self._seen = {version: since for version, since in self._seen.items() if version > served}
         if served >= newest:
             self._forgiven, self.reason = len(refusals), None
             return None
-        if reserved:
+        if waits:
             self._seen.clear()
         self._seen.setdefault(newest, now)
         late_s = now - min(self._seen.values())
         if len(refusals) > self._forgiven:
-            self.reason = "version {} was refused: {}".format(*refusals[-1])
+            self.reason = "version {} was refused: {}".format(*refusals[self._forgiven])  # what began it
         elif late_s > self.patience_s:
             self.reason = f"version {served} is served, and a later one has been published for {late_s:.0f} s"
-        elif reserved:
+        elif waits:
             self.reason = None
         return self.reason

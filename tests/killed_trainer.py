@@ -24,7 +24,9 @@ BOUNDARIES = (
     "after publishing",
     "during the checkpoint's write",
     "after the checkpoint",
-    # Two threads: the version before is at a boundary of its publication while the trainer is at one of its own.
+)
+# The version before is at a boundary of its publication while the trainer, another thread, is at one of its own.
+BOUNDARIES_BETWEEN = (
     "training the next version, between chunks",
     "training the next version, before the publication",
     "training the next version, inside the publication's transaction",

@@ -31,9 +31,11 @@ class Publishing:
     def __init__(self, kafka: Mapping[str, Any], run: str, *, arrays: Mapping[str, NDArray[Any]], flip: int = 1,
                  weights: Mapping[str, Any] | None = None, **sections: Any) -> None:  # fmt: skip
         self.kafka, self.topics, self._flip = kafka, RunTopics(run), flip
-        plain = {"model": {"path": str(Path.cwd()), "dtype": DTYPE}, "tasks": {"dataset": "chain_sum"},
-                 "log": {"partitions": 1}, "weights": {"snapshot_every": 1000, **(weights or {})}} | sections
-        self.settings = settings = RunSettings.model_validate(plain)
+        plain: dict[str, Any] = {
+            "model": {"path": str(Path.cwd()), "dtype": DTYPE}, "tasks": {"dataset": "chain_sum"},
+            "log": {"partitions": 1}, "weights": {"snapshot_every": 1000, **(weights or {})},
+        }  # fmt: skip
+        self.settings = settings = RunSettings.model_validate(plain | sections)
         create_run(kafka, self.topics, settings)
         self.transactor = Transactor(kafka, self.topics.transactional_id("trainer"))
         self._other = Transactor(kafka, self.topics.transactional_id("test"))

@@ -218,26 +218,25 @@ class Trainer:
         return kind_of(record.value) is Manifest
 
     def _advance(self, record: Record, before: Mapping[str, float]) -> None:
-        """1. Fetch and prove; 2. train; 3. wait until the version before is published; 4. commit; 5. let it be
-        published. `before`: seconds of the version before."""
+        """1. Fetch and prove; 2. train; 3. wait until the version before is published, and compare with it; 4. commit;
+        5. let it be published. `before`: seconds of the version before."""
         with self._timed("fetching"):
             batch = self._fetch(record, self.version + 1)
         with self._timed("compute"):
             report = self._train(batch)
         with self._timed("publishing"):
             self._background.settled()
-        with self._timed("comparing"):
             changes, served_hash = self._publisher.compare(self._served())
         with self._timed("committing"):
             self._commit(batch, report, served_hash, before)
         self._background.publish(self.version, changes, served_hash)
         seconds = self._seconds
         log.info("version %d: reward %.3f, loss %.4f, lag %.2f (max %d), %d tokens trained, %d masked; waited %.1f s, "
-                 "fetched %.1f, trained %.1f, waited for the version before %.2f, compared %.2f, committed %.2f",
+                 "fetched %.1f, trained %.1f, publishing held it up for %.2f, committed %.2f",
                  self.version, report.reward_mean, report.loss, batch.lag_mean, batch.lag_max,
                  sum(g.trained for g in report.groups), sum(sum(g.masked.values()) for g in report.groups),
                  seconds["waiting"], seconds["fetching"], seconds["compute"], seconds["publishing"],
-                 seconds["comparing"], seconds["committing"])  # fmt: skip
+                 seconds["committing"])  # fmt: skip
 
     def _commit(self, batch: Batch, report: StepReport, served_hash: bytes, before: Mapping[str, float]) -> None:
         """The version record: from here on the batch has been trained."""
@@ -247,7 +246,7 @@ class Trainer:
         counts = tuple(GroupCount(g.group_id, g.trained, sum(g.masked.values())) for g in report.groups)
         reused = tuple(GroupCount(g.group_id, g.trained, sum(g.masked.values())) for g in report.reused)
         metrics = _metrics(batch, report) | {
-            f"{name}_s": self._seconds[name] for name in ("waiting", "fetching", "compute", "publishing", "comparing")
+            f"{name}_s": self._seconds[name] for name in ("waiting", "fetching", "compute", "publishing")
         }
         if "committing" in before:  # of the version before: its own is still to come
             metrics["committing_s"] = before["committing"]

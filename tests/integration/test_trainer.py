@@ -52,7 +52,7 @@ from headrace.trainer.fetch import fetch_batch
 from headrace.trainer.loop import Trainer, run_trainer
 from headrace.trainer.publish import Policy, PolicyHead, Publisher, read_policy
 from headrace.trainer.step import TrainState
-from tests.killed_trainer import BOUNDARIES, kill_at
+from tests.killed_trainer import BOUNDARIES, BOUNDARIES_BETWEEN, kill_at
 from tests.synthetic_run import PARTITIONS, SyntheticRun, episode, run_settings
 
 Kafka = Mapping[str, Any]
@@ -233,17 +233,20 @@ def test_step_that_outlasts_the_poll_interval_loses_nothing(run: SyntheticRun, t
 # ------------------------------------------------------------------------------------------------------------- kills
 
 
+# (version, boundary): checkpoints are due at 3, 6, 9, ...; snapshots five versions after the last one.
 @pytest.mark.slow
+@pytest.mark.parametrize("plan", [
+    tuple(zip((2, 4, 5, 7, 8, 10, 11, 12, 15), BOUNDARIES, strict=True)),
+    tuple(zip((2, 3, 5, 7, 9, 10), BOUNDARIES_BETWEEN, strict=True)),
+], ids=["in turn", "in two threads"])  # fmt: skip
 def test_kill_at_every_boundary_leaves_no_gap_no_skip_and_no_double(
-    kafka: Kafka, run_name: str, model: Path, tmp_path: Path
+    kafka: Kafka, run_name: str, model: Path, tmp_path: Path, plan: tuple[tuple[int, str], ...]
 ) -> None:
     """One run is killed at each boundary in turn, another is left alone: their versions have the same hashes."""
     settings = run_settings(model)
     calm = SyntheticRun(kafka, f"{run_name}-calm", settings)
     killed = SyntheticRun(kafka, f"{run_name}-killed", settings)
-    # (version, boundary): checkpoints are due at 3, 6, 9, ...; snapshots five versions after the last one
-    plan = list(zip((2, 4, 5, 7, 8, 10, 11, 12, 15, 16, 17, 19, 20, 24, 25), BOUNDARIES, strict=True))
-    last = 32
+    last = 17
     for run in (calm, killed):
         run.write_random_batches(last, seed=3)
     train(calm, tmp_path / "calm", last)

@@ -39,13 +39,13 @@ def test_abort_and_keep_apply_at_once() -> None:
 
 def test_replica_is_fenced_when_an_update_is_refused_until_it_has_caught_up() -> None:
     fence = Fence(60.0)
-    assert fence.observe(3, 3, refusals=[], reserved=False, now=0.0) is None
-    assert fence.observe(3, 4, refusals=[], reserved=False, now=1.0) is None
-    assert "version 4 was refused: another base" in str(fence.observe(3, 4, refusals=REFUSED, reserved=False, now=1.1))
-    assert fence.observe(3, 5, refusals=REFUSED, reserved=False, now=2.0) is not None, "a newer one alone mends nothing"
-    assert fence.observe(4, 5, refusals=REFUSED, reserved=False, now=3.0) is not None, "it is still on its way"
-    assert fence.observe(5, 5, refusals=REFUSED, reserved=False, now=4.0) is None
-    assert fence.observe(5, 6, refusals=REFUSED, reserved=False, now=5.0) is None, "that one is forgiven"
+    assert fence.observe(3, 3, refusals=[], waits=False, now=0.0) is None
+    assert fence.observe(3, 4, refusals=[], waits=False, now=1.0) is None
+    assert "version 4 was refused: another base" in str(fence.observe(3, 4, refusals=REFUSED, waits=False, now=1.1))
+    assert fence.observe(3, 5, refusals=REFUSED, waits=False, now=2.0) is not None, "a newer one alone mends nothing"
+    assert fence.observe(4, 5, refusals=REFUSED, waits=False, now=3.0) is not None, "it is still on its way"
+    assert fence.observe(5, 5, refusals=REFUSED, waits=False, now=4.0) is None
+    assert fence.observe(5, 6, refusals=REFUSED, waits=False, now=5.0) is None, "that one is forgiven"
 
 
 def test_replica_that_lags_is_fenced_and_one_that_is_always_one_behind_is_not() -> None:
@@ -57,9 +57,9 @@ def test_replica_that_lags_is_fenced_and_one_that_is_always_one_behind_is_not() 
     assert fence.observe(112, 112, [], False, 111.0) is None
 
 
-def test_replica_that_an_evaluation_has_reserved_is_not_late() -> None:
+def test_replica_that_waits_for_its_requests_or_an_evaluation_is_not_late() -> None:
     fence = Fence(10.0)
     for second in range(0, 100, 5):
-        assert fence.observe(3, 9, [], reserved=True, now=float(second)) is None
-    assert fence.observe(3, 9, [], reserved=False, now=104.0) is None, "its time begins now"
-    assert fence.observe(3, 9, [], reserved=False, now=120.0) is not None
+        assert fence.observe(3, 9, [], waits=True, now=float(second)) is None
+    assert fence.observe(3, 9, [], waits=False, now=104.0) is None, "its time begins now"
+    assert fence.observe(3, 9, [], waits=False, now=120.0) is not None
