@@ -199,8 +199,9 @@ def say(event: str, **facts: Any) -> None:
 def replica(run: str, bootstrap: str, model: str, checkpoint: Path, name: str) -> Iterator[Replica]:
     import os
 
-    argv = [sys.executable, "-m", "benchmarks._publication_load", run, "--bootstrap", bootstrap, "--model", model,
-            "--checkpoint", checkpoint, "--parent", str(os.getpid()), "--name", name]  # fmt: skip
+    argv: list[str | Path] = [sys.executable, "-m", "benchmarks._publication_load", run, "--bootstrap", bootstrap,
+                             "--model", model, "--checkpoint", checkpoint, "--parent", str(os.getpid()), "--name",
+                             name]  # fmt: skip
     with harness.Started(argv, env={"OMP_NUM_THREADS": "1"}) as process:
         yield Replica(process)
 

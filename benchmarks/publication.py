@@ -132,7 +132,8 @@ class Source:
     def publish(self, share: float) -> Published:
         """The comparison is made a tensor at a time, since only the base is held whole."""
         changes = adamw_changes(self.state, share, self.version)
-        compared, found = 0.0, {}
+        compared = 0.0
+        found: delta.Changes = {}
         for name, change in changes.items():
             old = {name: self.state[name]}
             new = delta.copy_state(old)
@@ -286,7 +287,9 @@ def _step(result: Result, broker: Broker, model: str) -> None:
     train, settings = TrainState(model, dtype="bfloat16"), StepSettings(learning_rate=0.0)
     source = Source(broker, f"step-{time.monotonic_ns():x}", model)
     try:
-        alone, beside, stalls = [], [], []
+        alone: list[float] = []
+        beside: list[float] = []
+        stalls: list[float] = []
         for turn in range(5):
             if turn:
                 compared = source.publish(0.01).compared_s  # its comparison; then the same again, behind a step

@@ -149,7 +149,7 @@ def versions(facts: Facts) -> list[Row]:
                 "ratio": width * delta.elements / delta.size if delta else None,
                 "changed": out[0].changed / out[0].elements if out and out[0].elements else None,
                 "replicas": sum(clock.applied_ms is not None for clock in clocks[event.version]),
-                **{name: max((one[name] for one in times if one[name] is not None), default=None)
+                **{name: max((s for one in times if (s := one[name]) is not None), default=None)
                    for name in ("fetch_s", "pause_s", "first_token_s")},
                 "hash": event.served_hash.hex(), "committed_ms": event.committed_ms, "at": str(fact),
             })  # fmt: skip

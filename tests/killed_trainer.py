@@ -58,7 +58,7 @@ def kill_at(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, 
     arguments = (dict(kafka), topics, settings, state_dir, stop_at, boundary, version)
     process = cast(_Process, context.Process(target=_run, args=arguments))
     process.start()
-    process.join(120)
+    process.join(240)  # on a busy machine
     code = process.exitcode
     process.kill()
     return code
@@ -107,7 +107,19 @@ def _run(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, sta
         threading.Event().wait()
 
     def pausing(condition: Callable[..., bool]) -> Callable[..., bool]:
-        return lambda *args: bool(condition(*args) and pause())
+        def holds(*args: Any) -> bool:
+            if condition(*args):
+                pause()
+            return False
+
+        return holds
+
+    def noting(versions: set[int], of: Callable[..., int]) -> Callable[..., bool]:
+        def note(*args: Any) -> bool:
+            versions.add(of(*args))
+            return False
+
+        return note
 
     def when_held(condition: Callable[..., bool]) -> Callable[..., bool]:
         """For the trainer's thread: where `condition` holds, die once the publisher is held."""
@@ -168,8 +180,8 @@ def _run(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, sta
             before(loop.Trainer, "_train", when_held(trains_next))
         case "trained the next version, waiting for the publication":
             before(publish.Publisher, "_publication", pausing(publishes))
-            submitted: list[int] = []
-            before(background.Background, "publish", lambda _, v, *__: bool(submitted.append(v)))
+            submitted: set[int] = set()
+            before(background.Background, "publish", noting(submitted, lambda _, v, *__: v))
             before(background.Background, "settled", when_held(lambda *_: version in submitted))
         case "after the checkpoint, before the publication":
             before(publish.Publisher, "_publication", pausing(publishes))
@@ -183,7 +195,7 @@ def _run(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, sta
                 return held.is_set()
 
             before(delta, "encode_snapshot", pausing(lambda v, _: v >= version))
-            after(publish.Publisher, "publish_snapshot_if_due", lambda one: bool(looked.add(one._base.version)))
+            after(publish.Publisher, "publish_snapshot_if_due", noting(looked, lambda one: one._base.version))
             after(loop.Trainer, "_commit", in_snapshot)
         case _:
             raise ValueError(boundary)

@@ -235,6 +235,7 @@ def test_step_that_outlasts_the_poll_interval_loses_nothing(run: SyntheticRun, t
 
 # (version, boundary): checkpoints are due at 3, 6, 9, ...; snapshots five versions after the last one.
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("plan", [
     tuple(zip((2, 4, 5, 7, 8, 10, 11, 12, 15), BOUNDARIES, strict=True)),
     tuple(zip((2, 3, 5, 7, 9, 10), BOUNDARIES_BETWEEN, strict=True)),
@@ -330,22 +331,22 @@ def test_next_version_is_trained_while_this_one_is_on_its_way_and_committed_only
     run.write_random_batches(2)
     seen: list[str] = []
     trained = threading.Event()
-    honest = {"publish_delta": Publisher.publish_delta, "_train": Trainer._train, "_commit": Trainer._commit}
+    honest_publish, honest_train, honest_commit = Publisher.publish_delta, Trainer._train, Trainer._commit
 
     def publish_delta(self: Publisher, version: int, *args: Any) -> None:
         if version == 1:
             assert trained.wait(20), "the trainer stood still meanwhile"
-        honest["publish_delta"](self, version, *args)
+        honest_publish(self, version, *args)
         seen.append(f"published {version}")
 
     def train_one(self: Trainer, *args: Any) -> Any:
-        report = honest["_train"](self, *args)
+        report = honest_train(self, *args)
         if report.version == 2:
             trained.set()
         return report
 
     def commit(self: Trainer, *args: Any) -> None:
-        honest["_commit"](self, *args)
+        honest_commit(self, *args)
         seen.append(f"committed {self.version}")
 
     monkeypatch.setattr(Publisher, "publish_delta", publish_delta)

@@ -75,7 +75,7 @@ class Working:
         return [one for one in found if isinstance(one, kind)]
 
     def ended(self, group: str) -> bool:
-        return sum(one.group == group for one in self.events(TRAJECTORIES, EpisodeEnded)) == SLOTS
+        return len([one for one in self.events(TRAJECTORIES, EpisodeEnded) if one.group == group]) == SLOTS
 
     def spans(self, group: str) -> list[list[Span]]:
         """The model's, of each slot."""
