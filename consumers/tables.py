@@ -6,6 +6,7 @@ see them; `id` comes first.
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from headrace.schemas.events import (
     Manifest,
     Publication,
     PublicationClock,
+    RunCreated,
     SlotFate,
     Version,
 )
@@ -122,45 +124,77 @@ def batches(facts: Facts) -> list[Row]:
 
 
 def versions(facts: Facts) -> list[Row]:
+    """`ratio`: bytes of all weights to those of the delta. Times are those of the slowest replica: from the publication
+    to its last fetched chunk and to its first token, and its pause."""
     published: dict[int, list[Publication]] = defaultdict(list)
-    for fact in facts:
-        if isinstance(fact.event, Publication):
-            published[fact.event.version].append(fact.event)
+    clocks: dict[int, list[PublicationClock]] = defaultdict(list)
+    width = 0
+    for event in (fact.event for fact in facts):
+        if isinstance(event, Publication):
+            published[event.version].append(event)
+        elif isinstance(event, PublicationClock):
+            clocks[event.version].append(event)
+        elif isinstance(event, RunCreated):
+            width = 4 if json.loads(event.settings)["model"].get("dtype", "bfloat16") == "float32" else 2
     rows = []
     for fact in facts:
         if isinstance(event := fact.event, Version):
-            out = published[event.version]
+            out, times = published[event.version], [_times(clock) for clock in clocks[event.version]]
+            delta = next((one for one in out if one.kind == "delta" and one.size), None)
             rows.append({
                 "id": event.version, "batch": event.batch if event.version else None,
                 "trained": sum(count.trained for count in event.groups),
                 "masked": sum(count.masked for count in event.groups), "rho": event.rho,
                 "published": " ".join(one.kind for one in out) or None, "bytes": sum(one.size for one in out),
+                "ratio": width * delta.elements / delta.size if delta else None,
                 "changed": out[0].changed / out[0].elements if out and out[0].elements else None,
+                "replicas": sum(clock.applied_ms is not None for clock in clocks[event.version]),
+                **{name: max((s for one in times if (s := one[name]) is not None), default=None)
+                   for name in ("fetch_s", "pause_s", "first_token_s")},
                 "hash": event.served_hash.hex(), "committed_ms": event.committed_ms, "at": str(fact),
             })  # fmt: skip
     return rows
 
 
+def _times(clock: PublicationClock | None) -> dict[str, float | None]:
+    """Seconds of a version's way to one replica; None where it didn't get so far."""
+
+    def between(begin: float | None, end: float | None) -> float | None:
+        return None if begin is None or end is None else (end - begin) / 1000
+
+    if clock is None:
+        return dict.fromkeys(("fetch_s", "decode_s", "wait_s", "pause_s", "first_token_s"))
+    return {
+        "fetch_s": between(clock.published_ms, clock.fetched_ms),
+        "decode_s": between(clock.fetched_ms, clock.decoded_ms),
+        "wait_s": between(clock.decoded_ms, clock.paused_ms),
+        "pause_s": between(clock.paused_ms, clock.resumed_ms),
+        "first_token_s": between(clock.published_ms, clock.first_token_ms),
+    }
+
+
 def replicas(facts: Facts) -> list[Row]:
-    """The newest heartbeat of each incarnation, newest last, with the newest publication that it applied."""
+    """The newest heartbeat of each incarnation, newest last, with the clocks of the newest publication that it applied.
+    `behind`: versions that are published and not served."""
     beats: dict[str, Fact[Heartbeat]] = {}
     clocks: dict[str, PublicationClock] = {}
+    newest = -1
     for fact in facts:
         if isinstance(fact.event, Heartbeat):
             beats.pop(fact.event.incarnation, None)
             beats[fact.event.incarnation] = fact
         elif isinstance(fact.event, PublicationClock):
             clocks[fact.event.incarnation] = fact.event
+        elif isinstance(fact.event, Publication):
+            newest = max(newest, fact.event.version)
     rows = []
     for incarnation, fact in beats.items():
         beat, clock = fact.event, clocks.get(incarnation)
-        shown = clock and clock.applied_ms is not None and clock.published_ms is not None
         rows.append({
-            "id": incarnation, "worker": beat.worker, "version": beat.version, "free": beat.free,
+            "id": incarnation, "worker": beat.worker, "version": beat.version, "behind": max(0, newest - beat.version),
+            "state": "serving" if beat.fenced is None else f"fenced: {beat.fenced}", "free": beat.free,
             "capacity": beat.capacity, "managed": beat.managed, "tokens": beat.counters.get("sampled_tokens"),
-            "busy_s": beat.counters.get("busy_s"),
-            "apply_s": (clock.applied_ms - clock.published_ms) / 1000 if clock and shown else None,  # type: ignore[operator]
-            "heard_ms": fact.timestamp_ms,
+            "busy_s": beat.counters.get("busy_s"), **_times(clock), "heard_ms": fact.timestamp_ms,
         })  # fmt: skip
     return rows
 

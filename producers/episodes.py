@@ -80,6 +80,7 @@ class EpisodeWriter:
         self._turn = 0
         self._open: _Open | None = None
         self._waiting: deque[Event] = deque()  # numbered, and not yet taken by `send`
+        self._cache_version: int | None = None
         self._timings: dict[str, float] = {}  # of the next span that is cut
         self._started_ms: int | None = None  # where the caller said so
         self._over: AttemptOver | None = None
@@ -180,6 +181,12 @@ class EpisodeWriter:
         self._cut()
         self._turn += 1
 
+    def cached(self, version: int) -> None:
+        """The model's tokens from here on are sampled on cached keys of this version, the oldest of them."""
+        if version != self._cache_version:
+            self._cut()
+        self._cache_version = version
+
     def timed(self, timings_ms: Mapping[str, float]) -> None:
         """Durations in milliseconds of what happened since the span before (keys: `schemas.waiting`): the next span to
         be cut carries them. Raises InvalidRecord for what no duration can be."""
@@ -261,13 +268,15 @@ class EpisodeWriter:
         self._sequence += 1
 
     def _span(self, span: _Open, stop_reason: str | None, blob: Blob | None = None) -> Span:
-        a, model = self.attempt, span.source == Source.MODEL
+        a, model, cache = self.attempt, span.source == Source.MODEL, self._cache_version
+        if not model or cache is None or all(version == cache for version, _ in span.versions):
+            cache = None
         tokens = np.concatenate(span.tokens).astype(np.int32, copy=False)
         return Span(a.group, a.slot, a.attempt, a.incarnation, self._sequence, span.source, span.turn, span.parent,
                     len(tokens), tuple(VersionRun(version, count) for version, count in span.versions), stop_reason,
                     None, span.detail, self._timings, pack_ids(tokens),
                     pack_float32(np.concatenate(span.logprobs)) if model else None,
-                    None if span.trains else bytes(len(tokens)), None, blob)  # fmt: skip
+                    None if span.trains else bytes(len(tokens)), None, blob, cache)  # fmt: skip
 
     def _settle(self) -> None:
         """Send what waits, in order. Raises Backpressure; what could not leave still waits."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import enum
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headrace.schemas.events import Lease
 from headrace.schemas.waiting import MODEL_TIME, Step
 
+from .engines import Affinity, GenerationRequest, Sampling
 from .episodes import Attempt, EpisodeWriter
 from .scheduler import Budget, Pace, SlotKey
 
@@ -37,6 +38,9 @@ class Job:
     finished: float = 0.0
     stop_reason: str = ""
     timings_ms: dict[str, float] = field(default_factory=dict)
+    sampling: Sampling | None = None  # as it was submitted first
+    preempted: int = 0  # how often it was taken out of the engine and put back, to go on from its tokens
+    cache_version: int | None = None  # of the oldest keys that its next token is sampled on; None: none are cached
 
     @property
     def key(self) -> SlotKey:
@@ -47,7 +51,18 @@ class Job:
     def request(self) -> str:
         """Its name in the engine."""
         a = self.attempt
-        return f"{a.group}/{a.slot}/{a.attempt}"
+        return f"{a.group}/{a.slot}/{a.attempt}" + (f"~{self.preempted}" if self.preempted else "")
+
+    def asks(self, stop_ids: frozenset[int]) -> GenerationRequest:
+        """What is left for the engine to sample. After tokens have come, they are part of the prompt, and the random
+        stream is another one, named by their number: the numbers drawn for them must not come again."""
+        assert self.sampling is not None
+        done = len(self.tokens)
+        sampling = replace(self.sampling, max_new_tokens=self.sampling.max_new_tokens - done,
+                           seed=self.sampling.seed + done)  # fmt: skip
+        # Affinity is to the conversation, whatever the request is called.
+        affinity = Affinity(self.request.partition("~")[0], self.attempt.group)
+        return GenerationRequest(self.request, [*self.prompt, *self.tokens], sampling, stop_ids, affinity)
 
     @property
     def begun(self) -> bool:

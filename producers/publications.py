@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from numpy.typing import NDArray
 
 from headrace.schemas import delta
 from headrace.schemas.codec import decode
-from headrace.schemas.errors import DamagedWeights, UndecodableRecord, WeightsRefused, WrongBase
+from headrace.schemas.errors import DamagedWeights, DataLossError, UndecodableRecord, WeightsRefused, WrongBase
 from headrace.schemas.events import Publication, SchemaAdded, WeightChunk
 from headrace.schemas.topics import POLICY, WEIGHTS, RunTopics
+from headrace.streams.log.blobs import get
 from headrace.streams.log.policy import learn_from, open_settings
 from headrace.streams.log.reader import Reader, Record, beginning_offsets, end_offsets
 
@@ -81,21 +82,34 @@ class Publications:
         return min(found, key=lambda way: sum(p.record.size for p in way))
 
 
-def fetch(reader: Reader, topics: RunTopics, publication: Publication) -> list[WeightChunk]:
-    """The chunks that a publication names. Raises DamagedWeights where one isn't a chunk, DataLossError where one is no
-    longer retained."""
+def fetch(reader: Reader, topics: RunTopics, publication: Publication,
+          pause: Callable[[int], object] = lambda size: None) -> list[WeightChunk]:  # fmt: skip
+    """The chunks that a publication names, with their data, from the log or the store. After each, `pause` is called
+    with the bytes that it brought. Raises DamagedWeights where one isn't a chunk, DataLossError where one is no longer
+    retained, BlobLost and BlobDamaged where its file is gone or another one, BlobError where the store doesn't
+    answer."""
     name = topics.name(WEIGHTS)
-    records = reader.read_at(name, 0, publication.chunks)
-    chunks = []
-    for offset in publication.chunks:
-        try:
-            event = decode(records[offset].value)
-        except UndecodableRecord as error:
-            raise DamagedWeights(f"{name}[0]@{offset}: {error}") from error
-        if not isinstance(event, WeightChunk):
-            raise DamagedWeights(f"{name}[0]@{offset}: a {type(event).__name__} where weights should be")
-        chunks.append(event)
-    return chunks
+    wanted = set(publication.chunks)
+    found: dict[int, WeightChunk] = {}
+    for record in reader.read(name, 0, min(wanted, default=0), max(wanted, default=-1) + 1):
+        if record.offset in wanted:
+            found[record.offset] = chunk = _chunk(record)
+            pause(len(chunk.data))
+    if lost := wanted - found.keys():
+        raise DataLossError(f"{name}[0]@{min(lost)}: the {publication.kind} of version {publication.version} names it, "
+                            "and there is no such record")  # fmt: skip
+    return [found[offset] for offset in publication.chunks]
+
+
+def _chunk(record: Record) -> WeightChunk:
+    where = f"{record.topic}[{record.partition}]@{record.offset}"
+    try:
+        event = decode(record.value)
+    except UndecodableRecord as error:
+        raise DamagedWeights(f"{where}: {error}") from error
+    if not isinstance(event, WeightChunk):
+        raise DamagedWeights(f"{where}: a {type(event).__name__} where weights should be")
+    return event if event.blob is None else replace(event, data=get(event.blob), blob=None)
 
 
 def served_state(kafka: Mapping[str, Any], topics: RunTopics, model: Arrays, version: int) -> dict[str, NDArray[Any]]:

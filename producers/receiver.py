@@ -22,9 +22,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas import delta
-from headrace.schemas.errors import DataLossError, HeadraceError, WeightsRefused, WrongBase
+from headrace.schemas.errors import (
+    BlobDamaged,
+    BlobError,
+    BlobLost,
+    DataLossError,
+    HeadraceError,
+    WeightsRefused,
+    WrongBase,
+)
 from headrace.schemas.events import Publication, PublicationClock
 from headrace.schemas.topics import POLICY, WEIGHTS, RunTopics
+from headrace.streams.log.pace import Pace
 from headrace.streams.log.policy import open_settings
 from headrace.streams.log.reader import Reader, beginning_offsets
 
@@ -33,6 +42,9 @@ from .publications import Arrays, Publications, Published, check_initial, fetch
 log = logging.getLogger("headrace.receiver")
 
 POLL_S = 0.1
+STORE_S = 1.0  # from one attempt at a store that doesn't answer to the next
+# A publication that is refused for good: another way is taken.
+_LOST = (WeightsRefused, DataLossError, BlobLost, BlobDamaged)
 AUDIT_S = 600.0  # from the end of one audit to the next; one takes about a second for each 135 million elements
 
 
@@ -50,7 +62,7 @@ class WeightTarget(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Update:
     record: Publication
-    changes: delta.Changes  # proved
+    changes: Mapping[str, delta.Change]  # proved
     sums: dict[str, delta.Sums]  # of each tensor, once it is applied
     clock: PublicationClock
 
@@ -91,6 +103,7 @@ class Receiver:
         self._thread: threading.Thread | None = None
         self._state: dict[str, delta.Tensor] = {}  # live
         self._dtype = ""
+        self._pace = Pace(None)
         self._audit_s = audit_s
         self._unaudited: list[str] = []  # tensors that this audit has yet to count
         self._waiting: PublicationClock | None = None  # applied, no token sampled yet
@@ -117,7 +130,8 @@ class Receiver:
         Raises WrongBase where the folder holds other weights than the run began with, WeightsRefused where `version`
         can't be had.
         """
-        self._dtype = open_settings(self._kafka, self._topics).settings.model.dtype
+        settings = open_settings(self._kafka, self._topics).settings
+        self._dtype, self._pace = settings.model.dtype, Pace(settings.weights.max_bytes_per_s)
         self._state = delta.as_state(engine.served_arrays(), self._dtype)
         name = self._topics.name(POLICY)
         self._policy = Reader(self._kafka, {(name, 0): beginning_offsets(self._kafka, name)[0]})
@@ -147,13 +161,22 @@ class Receiver:
             self._thread.start()
         return True
 
-    def apply_ready(self, engine: WeightTarget) -> list[PublicationClock]:
-        """Apply whatever is ready, in order, and return the clocks that are complete since the last call. Cheap when
-        there is nothing. Raises what ended the following thread (LogError, ...); a refusal is logged, not raised."""
+    @property
+    def ready(self) -> bool:
+        """Whether a version waits to be applied."""
+        return self._ready is not None
+
+    def apply_ready(self, engine: WeightTarget, then: Callable[[], object] = lambda: None) -> list[PublicationClock]:
+        """Apply what is ready, call `then` before sampling goes on, and `take_clocks`. Cheap when there is nothing. A
+        refusal is logged, not raised."""
+        if self._ready is not None:
+            self._apply(engine, then)
+        return self.take_clocks()
+
+    def take_clocks(self) -> list[PublicationClock]:
+        """The clocks that are complete since the last call. Raises what ended the following thread (LogError, ...)."""
         if self._failure is not None:
             raise self._failure
-        if self._ready is not None:
-            self._apply(engine)
         finished, self._finished = self._finished, []
         return finished
 
@@ -170,7 +193,7 @@ class Receiver:
         if self._policy is not None:
             self._policy.close()
 
-    def _apply(self, engine: WeightTarget) -> None:
+    def _apply(self, engine: WeightTarget, then: Callable[[], object] = lambda: None) -> None:
         paused = _now()
         with self._lock:
             update, self._ready = self._ready, None
@@ -191,6 +214,7 @@ class Receiver:
             self._refuse(version, refused)
             return
         applied = _now()
+        then()
         if self._waiting is not None:  # superseded
             self._finished.append(self._waiting)
         self._waiting = replace(update.clock, paused_ms=paused, applied_ms=applied, resumed_ms=_now())
@@ -234,24 +258,36 @@ class Receiver:
             try:
                 way = self._publications.route(None if anew else served, target, bad)
             except WrongBase as error:
-                if str(error) != self._said:
-                    log.error("%s", error)
-                self._said = str(error)
+                self._stand_still(error)
                 return False
-            update = self._make_anew(weights, way) if anew else self._decode(weights, way[0])
+            try:
+                update = self._make_anew(weights, way) if anew else self._decode(weights, way[0])
+            except BlobError as error:  # the store is away: it is asked again, and what is served stays
+                self._stand_still(error)
+                self._closed.wait(STORE_S)
+                return False
             if update is not None:
+                self._said = None
                 with self._lock:
                     self._ready = update
                 return True
         return False
 
+    def _stand_still(self, error: HeadraceError) -> None:
+        if str(error) != self._said:
+            log.error("%s", error)
+        self._said = str(error)
+
+    def _pause(self, size: int) -> None:
+        self._closed.wait(self._pace.wait_s(size, time.monotonic()))
+
     def _decode(self, weights: Reader, published: Published) -> _Update | None:
         """The next version, from what is served. None where it was refused: another way, if there is one."""
         record = published.record
         try:
-            chunks = fetch(weights, self._topics, record)
+            chunks = fetch(weights, self._topics, record, self._pause)
             delta.check_chunks(record, chunks)
-        except (WeightsRefused, DataLossError) as error:
+        except _LOST as error:
             self._mark(published, error)
             return None
         fetched = _now()
@@ -275,7 +311,7 @@ class Receiver:
         log.info("making version %d anew from the %s of version %d", way[-1].record.version, way[0].record.kind,
                  way[0].record.version)  # fmt: skip
         state = {n: replace(t, bits=np.zeros_like(t.bits)) for n, t in self._state.items()}
-        at, served_hash = -1, b""
+        at, served_hash, fetched = -1, b"", _now()
         for published in way:
             record = published.record
             try:
@@ -283,15 +319,16 @@ class Receiver:
                     state = delta.copy_state(delta.as_state(self._initial(), self._dtype))
                     check_initial(self._publications, self._topics, delta.state_hash(state))
                 else:
-                    chunks = fetch(weights, self._topics, record)
+                    chunks = fetch(weights, self._topics, record, self._pause)
+                    fetched = _now()
                     delta.verify_and_apply(state, at, served_hash, record, chunks)
-            except (WeightsRefused, DataLossError) as error:
+            except _LOST as error:
                 self._mark(published, error)
                 return None
             at, served_hash = record.version, record.served_hash
         sums = delta.state_sums(state)
         changes: delta.Changes = {name: (None, tensor.bits.reshape(-1)) for name, tensor in state.items()}
-        return _Update(way[-1].record, changes, sums, self._clock(way[-1].record, _now()))
+        return _Update(way[-1].record, changes, sums, self._clock(way[-1].record, fetched))
 
     def _audited(self) -> bool:
         """Count through one more tensor of what is served; whether it was the last one."""
@@ -311,7 +348,7 @@ class Receiver:
         self._unaudited.pop()
         return not self._unaudited
 
-    def _mark(self, published: Published, error: WeightsRefused | DataLossError) -> None:
+    def _mark(self, published: Published, error: HeadraceError) -> None:
         version = published.record.version
         log.error("version %d (%s) can't be used: %s", version, published.record.kind, error)
         with self._lock:

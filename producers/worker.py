@@ -26,12 +26,14 @@ from headrace.schemas.outcomes import (
     REASON_BLOB_FAILED,
     REASON_BUDGET_SPENT,
     REASON_ENGINE_LOST,
+    REASON_FENCED,
     REASON_HANDED_BACK,
     REASON_LENGTH,
     REASON_OTHER_VERSION,
     REASON_PROMPT_TOO_LONG,
     REASON_RECORD_TOO_LARGE,
     REASON_STOP,
+    REASON_WEIGHTS,
     Boundary,
     Outcome,
     Purpose,
@@ -44,7 +46,7 @@ from headrace.streams.log.blobs import open_blobs
 from headrace.streams.log.policy import Schemas
 from headrace.streams.log.reader import Reader, end_offsets
 
-from .engines import Affinity, Engine, GenerationRequest, Progress, Sampling
+from .engines import Engine, Progress, Sampling
 from .engines.opening import EngineChoice, open_engine
 from .environments.host import EnvironmentHost, Reply
 from .episodes import Attempt, EpisodeWriter
@@ -53,6 +55,7 @@ from .outbox import Outbox
 from .receiver import Receiver
 from .refusals import Refusals
 from .scheduler import EngineLoad, Pace, Scheduler, SlotKey
+from .updating import Fence, UpdatePolicy
 
 log = logging.getLogger("headrace.worker")
 
@@ -79,6 +82,8 @@ class Worker:
         self._jobs: dict[SlotKey, Job] = {}  # all of them
         self._scheduler = Scheduler(capacity, engine.capacity)
         self._pace = Pace()
+        self._update = UpdatePolicy.of(settings.weights)
+        self._fence = Fence(settings.weights.fence_after_s)
         self._fingerprint = engine.fingerprint()
         self._gpus = int(self._fingerprint.get("device", "").startswith("cuda"))
         self._counters: dict[str, float] = collections.defaultdict(float)
@@ -245,12 +250,32 @@ class Worker:
 
     def _take_weights(self) -> float:
         """Seconds that it took to apply what has come."""
-        if any(job.lease.version == self._engine.version for job in self._jobs.values()):
-            return 0.0  # pinned: what has come is applied afterwards
-        began, clocks = time.monotonic(), self._receiver.apply_ready(self._engine)
+        began, ready = time.monotonic(), self._receiver.ready
+        if ready and not self._reserved and self._update.applies(len(self._decoding)):
+            if self._update.aborts:
+                for job in list(self._decoding.values()):
+                    self._hand_back(job, REASON_WEIGHTS)
+            clocks, spent = self._receiver.apply_ready(self._engine, self._recompute), True
+        else:
+            clocks, spent = self._receiver.take_clocks(), False
         for clock in clocks:
             self._put_fleet(clock)
-        return time.monotonic() - began if clocks else 0.0
+        return time.monotonic() - began if spent else 0.0
+
+    @property
+    def _reserved(self) -> bool:
+        """Pinned to the version that is served: what has come is applied afterwards."""
+        return any(job.lease.version == self._engine.version for job in self._jobs.values())
+
+    def _recompute(self) -> None:
+        """Preempt what decodes, where caches are cleared: it goes on from its tokens, on keys of the new weights."""
+        if not self._update.recomputes:
+            return
+        for job in list(self._decoding.values()):
+            self._engine.cancel(job.request)
+            del self._decoding[job.request]
+            job.preempted, job.cache_version = job.preempted + 1, None
+            self._ask(job)
 
     def _begin(self) -> None:
         """Let slots begin, as the scheduler says: each only at a version that its lease allows."""
@@ -264,20 +289,25 @@ class Worker:
 
     def _may_begin(self, key: SlotKey) -> bool:
         job = self._jobs[key]
-        return job.phase is Phase.READY and self._engine.version >= job.lease.min_version
+        may = self._fence.reason is None and self._update.begins(self._receiver.ready and not self._reserved)
+        return may and job.phase is Phase.READY and self._engine.version >= job.lease.min_version
 
     def _submit(self, job: Job) -> None:
-        sampling = self._start_writer(job)
-        affinity = Affinity(job.request, job.attempt.group)
+        job.sampling = self._start_writer(job)
+        if self._ask(job):
+            job.submitted, job.phase = time.monotonic(), Phase.DECODING
+            job.writer.context(job.prompt, Source.PROMPT)
+
+    def _ask(self, job: Job) -> bool:
+        """Whether the engine takes what the job asks for now."""
         try:
-            self._engine.submit(GenerationRequest(job.request, job.prompt, sampling, self._engine.eos_ids, affinity))
+            self._engine.submit(job.asks(self._engine.eos_ids))
         except EngineError as error:
             self._end(job, Outcome.INFRA_FAILURE, REASON_PROMPT_TOO_LONG, Boundary.ENVIRONMENT, text=str(error))
             self._forget(job, lost=True)
-            return
-        job.submitted, job.phase = time.monotonic(), Phase.DECODING
-        job.writer.context(job.prompt, Source.PROMPT)
+            return False
         self._decoding[job.request] = job
+        return True
 
     def _start_writer(self, job: Job) -> Sampling:
         rollout, a = self._settings.rollout, job.attempt
@@ -296,6 +326,9 @@ class Worker:
             return
         job.first_token = job.first_token or time.monotonic()
         if len(one.token_ids):
+            if job.cache_version is None:
+                job.cache_version = one.version
+                job.writer.cached(one.version)
             job.writer.model(one.token_ids, one.logprobs, one.version)
         job.tokens += one.token_ids.tolist()
         self._counters["sampled_tokens"] += len(one.token_ids)
@@ -322,10 +355,24 @@ class Worker:
         if now - self._last_beat < HEARTBEAT_S:
             return
         self._last_beat = now
-        free = 0 if self._draining else max(0, self._capacity - len(self._jobs))
+        fenced = self._fenced(now)
+        free = 0 if self._draining or fenced else max(0, self._capacity - len(self._jobs))
         self._put_fleet(Heartbeat(self.name, self.incarnation, self._engine.version,
                                   0 if self._draining else self._capacity, free, not self._draining,
-                                  json.dumps(self._fingerprint, sort_keys=True), dict(self._counters)))  # fmt: skip
+                                  json.dumps(self._fingerprint, sort_keys=True), dict(self._counters),
+                                  fenced))  # fmt: skip
+
+    def _fenced(self, now: float) -> str | None:
+        """Why this replica may take no work now; what hasn't begun is handed back to where it may run."""
+        before, receiver = self._fence.reason, self._receiver
+        waits = self._reserved or receiver.ready
+        reason = self._fence.observe(self._engine.version, receiver.newest, receiver.refusals, waits, now)
+        if reason != before and (reason is None or before is None):
+            log.warning("worker %s %s", self.name, f"is fenced: {reason}" if reason else "has caught up")
+        if reason is not None:
+            for job in [job for job in self._jobs.values() if not job.begun and job.lease.version is None]:
+                self._hand_back(job, REASON_FENCED)
+        return reason
 
     def _take_refusals(self) -> None:
         """What the broker refuses for good ends its attempt: the log gets an end, never a silent gap."""

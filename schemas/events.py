@@ -246,6 +246,8 @@ class Span:
     mask: bytes | None  # uint8[count]; null: every model token may train
     entropies: bytes | None  # float32[count], nats
     blob: Blob | None = None  # the text of `detail` (UTF-8), which is null then
+    # The version whose weights computed the oldest cached keys that these tokens were sampled on; null: each its own.
+    cache_version: int | None = None
 
     def token_ids(self) -> Int32:
         """int32[count]."""
@@ -590,7 +592,8 @@ class Publication(Authored):
 
 @dataclass(frozen=True, slots=True)
 class WeightChunk:
-    """Frames of whole or part tensors; `data` as `delta` packs it, `checksum` its digest."""
+    """Frames of whole or part tensors; `data` as `delta` packs it, or a blob that holds it. `checksum` covers it and
+    its place."""
 
     version: int
     kind: str
@@ -598,6 +601,7 @@ class WeightChunk:
     of: int
     checksum: bytes
     data: bytes
+    blob: Blob | None = None
 
 
 # --------------------------------------------------------------------------------------------------------- fleet
@@ -615,6 +619,7 @@ class Heartbeat:
     managed: bool
     engine: str  # JSON: fingerprint
     counters: dict[str, float]  # running totals: sampled_tokens, busy_s, idle_no_requests_s, ...
+    fenced: str | None = None  # why it takes no work until its weights have caught up
 
 
 @dataclass(frozen=True, slots=True)

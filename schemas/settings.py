@@ -11,12 +11,27 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from .events import GroupSpec
 
 Positive = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+def _store_without_secrets(url: str) -> str:
+    """An fsspec URL that every role can open, and that may stand in the run's first record."""
+    parts = urlsplit(url)
+    if "://" not in url or not (parts.netloc or parts.path.strip("/")):
+        raise ValueError("it must be a whole URL, such as file:///data/store or s3://bucket/folder")
+    if "@" in parts.netloc:
+        raise ValueError("it is recorded in the run: leave user and password out of it")
+    if parts.scheme == "memory":
+        raise ValueError("memory:// ends with its process: name a store that every role reaches")
+    return url
+
+
+StoreUrl = Annotated[str, AfterValidator(_store_without_secrets)]
 
 
 class Section(BaseModel):
@@ -238,9 +253,31 @@ class OptimizerSettings(Section):
 
 
 class WeightSettings(Section):
-    snapshot_every: Positive = Field(50, description="versions between full snapshots in `weights`")
+    snapshot_every: Positive = Field(50, description="versions from one full snapshot to the next, at most; one "
+                                                     "comes earlier where the deltas since are as many "
+                                                     "bytes")  # fmt: skip
+    max_bytes_per_s: PositiveFloat | None = Field(None, description="of a publication on its way out, and into each "
+                                                                    "replica; none: no limit")  # fmt: skip
     codec: Literal["fast", "dense"] = Field("fast", description="of deltas: `dense` is a third smaller, and both ends "
                                                                 "count through all weights")  # fmt: skip
+    store_url: StoreUrl | None = Field(None, description="fsspec URL of a store (folder, S3 and compatible) that "
+                                                         "trainer and workers reach: weights lie there, the log names "
+                                                         "them; none: in the log")  # fmt: skip
+    requests: Literal["finish", "abort", "keep"] = Field("keep", description="active requests when a version is "
+                                                                             "applied")  # fmt: skip
+    caches: Literal["clear", "keep"] = Field("keep", description="their keys and values: `clear` preempts and "
+                                                                 "computes them anew")  # fmt: skip
+    fence_after_s: PositiveFloat = Field(60.0, description="a replica that doesn't serve a version so long after it "
+                                                           "heard of it gets no work until it has caught "
+                                                           "up")  # fmt: skip
+
+    @model_validator(mode="after")
+    def _there_is_a_cache_to_keep(self) -> WeightSettings:
+        if self.requests != "keep" and self.caches == "keep":
+            raise ValueError(f"weights.requests = '{self.requests}' leaves no active request whose cache could be "
+                             "kept, and later ones never meet another version's: set weights.caches = "
+                             "'clear'")  # fmt: skip
+        return self
 
 
 class CheckpointSettings(Section):
@@ -256,22 +293,10 @@ class LogSettings(Section):
                                                       "are settled; none: all are kept, so that they can be counted "
                                                       "again")  # fmt: skip
     span_tokens: Annotated[int, Field(ge=1, le=65536)] = Field(512, description="a span is flushed at so many tokens")
-    blob_url: str | None = Field(None, description="fsspec URL of a store that every role reaches, for what is too "
-                                                   "large for the log; none: payloads are chunked")  # fmt: skip
+    blob_url: StoreUrl | None = Field(None, description="fsspec URL of a store that every role reaches, for what "
+                                                        "is too large for the log; none: payloads are "
+                                                        "chunked")  # fmt: skip
     blob_bytes: Positive = Field(8 << 20, description="a group's payload above this size goes to the blob store")
-
-    @field_validator("blob_url")
-    @classmethod
-    def _store_is_named_without_secrets(cls, url: str | None) -> str | None:
-        if url is not None:
-            parts = urlsplit(url)
-            if "://" not in url or not (parts.netloc or parts.path.strip("/")):
-                raise ValueError("`blob_url` must be a whole URL, such as file:///data/blobs or s3://bucket/folder")
-            if "@" in parts.netloc:
-                raise ValueError("`blob_url` is recorded in the run: leave user and password out of it")
-            if parts.scheme == "memory":
-                raise ValueError("`blob_url` memory:// ends with its process: name a store that every role reaches")
-        return url
 
 
 class RunSettings(Section):

@@ -1,4 +1,4 @@
-"""The trainer's loop: the next batch in, one version out, published before the next one is committed.
+"""The trainer's loop: the next batch in, one version out, which is published while the next batch is trained.
 
 It holds nothing that the log doesn't: a start reads `policy`, takes the newest good checkpoint, and trains again what
 was committed after it. Training is deterministic, so the hashes must come out as they were recorded; a difference stops
@@ -29,6 +29,7 @@ from headrace.streams.log.policy import open_settings
 from headrace.streams.log.reader import Record
 from headrace.streams.log.transactions import Transactor
 
+from .background import Background
 from .checkpoint import Checkpoints, train_hash
 from .combinations import idle
 from .fetch import Batch
@@ -74,9 +75,9 @@ class Trainer:
         head = read_policy(kafka, topics, opened)
         self._versions, self._published = head.versions, head.published
         self._policy = Policy(topics, self._transactor, head.chain)
-        self._publisher = Publisher(kafka, topics, self._policy, settings.weights.snapshot_every,
-                                    settings.weights.codec)  # fmt: skip
+        self._publisher = Publisher(kafka, topics, self._policy, settings.weights)
         self._publisher.remember(head.publications)
+        self._background = Background(self._publisher)
         self._checkpoints = Checkpoints(state_dir / "checkpoints", settings.checkpoint.keep)
         model = settings.model
         self._state = TrainState(model.path, dtype=model.dtype, compute_dtype=model.compute_dtype, device=device)
@@ -167,21 +168,26 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------- run
 
     def run(self, stop: threading.Event, stop_at: int | None = None) -> None:
-        """Train until `stop` is set or version `stop_at` is published; then save."""
+        """Train until `stop` is set or version `stop_at` is published; then save. A snapshot that is on its way when
+        `stop` is set is left for later."""
         while not stop.is_set() and (stop_at is None or self.version < stop_at):
             before, self._seconds = self._seconds, {}
             with self._timed("waiting"):
-                record = self._inbox.next(stop)
+                record = self._inbox.next(stop, self._background.check)
             if record is None:
                 break
             self._advance(record, before)
             if self.version % self._settings.checkpoint.every == 0:
                 self._save()
+        self._background.settled()
         if self._saved < self.version:
             self._save()
+        if not stop.is_set():
+            self._background.finish()
 
     def _advance(self, record: Record, before: Mapping[str, float]) -> None:
-        """1. Fetch and prove; 2. train; 3. commit; 4. publish. `before`: seconds of the version before."""
+        """1. Fetch and prove; 2. train; 3. wait until the version before is published, and compare with it; 4. commit;
+        5. let it be published. `before`: seconds of the version before."""
         with self._timed("fetching"):
             batch = self._inbox.fetch(record, self.version + 1)
         with self._timed("compute"):
@@ -190,18 +196,19 @@ class Trainer:
             except (NonFiniteLogprob, NonFiniteGradient) as error:
                 log.error("batch %d was refused: %s", batch.manifest.batch, error)
                 raise
+        with self._timed("publishing"):
+            self._background.settled()
             changes, served_hash = self._publisher.compare(self._served())
         with self._timed("committing"):
             self._commit(batch, report, served_hash, before)
-        with self._timed("publishing"):
-            self._publisher.publish(self.version, changes, served_hash)
-        self._published = self.version
+        self._background.publish(self.version, changes, served_hash)
         seconds = self._seconds
         log.info("version %d: reward %.3f, loss %.4f, lag %.2f (max %d), %d tokens trained, %d masked; waited %.1f s, "
-                 "fetched %.1f, trained %.1f, committed %.2f, published %.2f (%d elements changed)", self.version,
-                 report.reward_mean, report.loss, batch.lag_mean, batch.lag_max, sum(g.trained for g in report.groups),
-                 sum(sum(g.masked.values()) for g in report.groups), seconds["waiting"], seconds["fetching"],
-                 seconds["compute"], seconds["committing"], seconds["publishing"], delta.changed(changes))  # fmt: skip
+                 "fetched %.1f, trained %.1f, publishing held it up for %.2f, committed %.2f",
+                 self.version, report.reward_mean, report.loss, batch.lag_mean, batch.lag_max,
+                 sum(g.trained for g in report.groups), sum(sum(g.masked.values()) for g in report.groups),
+                 seconds["waiting"], seconds["fetching"], seconds["compute"], seconds["publishing"],
+                 seconds["committing"])  # fmt: skip
 
     def _commit(self, batch: Batch, report: StepReport, served_hash: bytes, before: Mapping[str, float]) -> None:
         """The version record: from here on the batch has been trained."""
@@ -211,10 +218,10 @@ class Trainer:
         counts = tuple(GroupCount(g.group_id, g.trained, sum(g.masked.values())) for g in report.groups)
         reused = tuple(GroupCount(g.group_id, g.trained, sum(g.masked.values())) for g in report.reused)
         metrics = _metrics(batch, report) | {
-            f"{name}_s": self._seconds[name] for name in ("waiting", "fetching", "compute")
+            f"{name}_s": self._seconds[name] for name in ("waiting", "fetching", "compute", "publishing")
         }
-        # Of the version before: its own are still to come.
-        metrics |= {f"{name}_s": before[name] for name in ("committing", "publishing") if name in before}
+        if "committing" in before:  # of the version before: its own is still to come
+            metrics["committing_s"] = before["committing"]
 
         def version(**link: Any) -> Version:
             self._versions[report.version] = made = Version(
@@ -263,6 +270,7 @@ class Trainer:
             self._seconds[name] = time.monotonic() - started
 
     def close(self) -> None:
+        self._background.close()
         self._inbox.close()
         self._publisher.close()
         self._transactor.close()

@@ -1,38 +1,38 @@
-"""Decides when a version exists for receivers, and what the trainer has said in `policy`.
+"""Decides when a version exists for receivers, when a snapshot pays, and what the trainer has said in `policy`.
 
-Chunks go out through an idempotent producer, unseen; only the publication, in a transaction of the trainer's own id,
-makes the version exist, so a trainer that was fenced can't publish. The published weights are kept as the base of the
-next delta, and move on only when the publication is on the log.
+Chunks are sent unseen; only the publication, in a transaction of the trainer's own id, makes the version exist, so a
+trainer that was fenced can't publish. The published weights are kept as the base of the next delta, and move on only
+when the publication is on the log.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
-
 from headrace.schemas import delta
 from headrace.schemas.chain import Chain
-from headrace.schemas.codec import decode, encode
+from headrace.schemas.codec import decode
 from headrace.schemas.errors import InvalidRecord, LogError, UndecodableRecord
-from headrace.schemas.events import Authored, Publication, SettingsChanged, Version, WeightChunk
+from headrace.schemas.events import Authored, Publication, SettingsChanged, Version
 from headrace.schemas.hashes import digest
-from headrace.schemas.settings import RunSettings, changed
+from headrace.schemas.settings import RunSettings, WeightSettings, changed
 from headrace.schemas.topics import POLICY, WEIGHTS, RunTopics
-from headrace.streams.log import clients
+from headrace.streams.log.blobs import open_weights
 from headrace.streams.log.policy import Opened, settled_end
 from headrace.streams.log.reader import Reader, beginning_offsets
 from headrace.streams.log.transactions import Output, Transactor
 
+from .sending import Sender
+
 log = logging.getLogger("headrace.trainer")
 
 WRITER = "trainer"
-DELIVERY_S = 120.0  # for all chunks of a publication; as long as a transaction waits for a broker that is away
 
 Make = Callable[..., Authored]
 
@@ -87,21 +87,52 @@ def read_policy(kafka: Mapping[str, Any], topics: RunTopics, opened: Opened) -> 
 
 
 class Policy:
-    """The trainer's pen in `policy`: each call is one short transaction of records that continue its chain."""
+    """The trainer's pen in `policy`: each call is one short transaction of records that continue its chain.
+
+    Versions and publications are written by two threads. The lock covers chain and transactor together: transactions
+    take turns, each continues the chain as the one before left it, and a transactor that has died (fenced, or a commit
+    whose outcome is unknown) is dead for both.
+    """
 
     def __init__(self, topics: RunTopics, transactor: Transactor, chain: Chain) -> None:
         self._name, self._transactor, self._chain = topics.name(POLICY), transactor, chain
+        self._lock = threading.Lock()
 
-    def write(self, *makers: Make) -> None:
-        """Each maker gets `number`, `previous` and `writer`. Raises Fenced or LogError."""
-        chain = self._chain.copy()
-        values = []
-        for make in makers:
-            record = make(**chain.link(), writer=WRITER)
-            assert isinstance(record, Version | Publication)
-            values.append(chain.extend(record))
-        self._transactor.send([Output(self._name, 0, value) for value in values])
-        self._chain = chain
+    def write(self, *makers: Make) -> list[Version | Publication]:
+        """Each maker gets `number`, `previous` and `writer`; what they made. Raises Fenced or LogError."""
+        with self._lock:
+            chain = self._chain.copy()
+            made, values = [], []
+            for make in makers:
+                record = make(**chain.link(), writer=WRITER)
+                assert isinstance(record, Version | Publication)
+                made.append(record)
+                values.append(chain.extend(record))
+            self._transactor.send([Output(self._name, 0, value) for value in values])
+            self._chain = chain
+        return made
+
+
+@dataclass(slots=True)
+class Since:
+    """What was published since all weights were published last: as a snapshot, or as the run's model folder."""
+
+    versions: int = 0
+    size: int = 0  # bytes of deltas
+    full: int | None = None  # bytes of the last snapshot
+
+    def note(self, publication: Publication) -> None:
+        if publication.kind == delta.DELTA:
+            self.versions, self.size = self.versions + 1, self.size + publication.size
+        else:
+            self.versions, self.size = 0, 0
+            self.full = publication.size if publication.kind == delta.SNAPSHOT else self.full
+
+    def due(self, at_most: int, uncompressed: int) -> bool:
+        """Whether a snapshot pays: once the deltas since the last one are as many bytes as it, so that a newcomer never
+        fetches more than twice what it must, and snapshots never cost more than the deltas. `at_most` bounds the chain
+        in versions. Before the first snapshot, the weights as they are stand for its size."""
+        return self.versions >= at_most or 0 < (self.full or uncompressed) <= self.size
 
 
 @dataclass(slots=True)
@@ -114,19 +145,24 @@ class _Base:
 
 
 class Publisher:
-    """Publishes versions in turn. `rebase` once, then `compare` and `publish` (or `advance`) for each version."""
+    """Publishes versions in turn. `rebase` once, then `compare` and `publish` (or `advance`) for each version.
 
-    def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, policy: Policy, snapshot_every: int,
-                 codec: str = "fast") -> None:  # fmt: skip
-        self._kafka, self._weights, self._policy = kafka, topics.name(WEIGHTS), policy
-        self._snapshot_every, self._codec = snapshot_every, codec
-        self._producer = clients.producer(kafka, **{"compression.type": "none"})  # chunks are compressed already
+    What a thread of the background does is `publish_delta` and `publish_snapshot_if_due`; nothing else may be called
+    while a delta is on its way, and only `compare` while a snapshot is (both only read the base).
+    """
+
+    def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, policy: Policy, weights: WeightSettings) -> None:
+        self._policy, self._settings = policy, weights
+        self._sender = Sender(kafka, topics.name(WEIGHTS), max_bytes_per_s=weights.max_bytes_per_s,
+                              store=open_weights(weights.store_url, topics.run))  # fmt: skip
         self._base: _Base | None = None
-        self._snapshots: list[int] = []  # first offset in `weights` of each
+        self._since = Since()
+        self._snapshots: list[Publication] = []
 
     def remember(self, publications: Iterable[Publication]) -> None:
         """What was published before this start."""
-        self._snapshots += [p.chunks[0] for p in publications if p.kind == delta.SNAPSHOT and p.chunks]
+        for one in publications:
+            self._note(one)
 
     def rebase(self, version: int, state: delta.State, served_hash: bytes) -> None:
         """Take a copy of `state`, whose hash is known, as what was published last."""
@@ -150,27 +186,56 @@ class Publisher:
         self._base.version, self._base.hash = version, served_hash
 
     def publish(self, version: int, changes: delta.Changes, served_hash: bytes) -> None:
-        """The delta from the base to `version`; then the snapshot, where one is due. Raises Fenced or LogError, and
-        then the base hasn't moved."""
+        """The delta from the base to `version`; then the snapshot, where one is due. Raises as the two do."""
+        self.publish_delta(version, changes, served_hash)
+        self.publish_snapshot_if_due()
+
+    def publish_delta(self, version: int, changes: delta.Changes, served_hash: bytes) -> None:
+        """Raises Fenced, LogError or BlobError, and then the base hasn't moved."""
         base = self._base
         assert base is not None
-        offsets, size = self._send(delta.encode_delta(version, base.state, changes, self._codec))
-        self._policy.write(self._publication(version, delta.DELTA, served_hash, offsets, size, delta.changed(changes),
-                                             base.state, base=base))  # fmt: skip
+        offsets, size = self._sender.send(delta.encode_delta(version, base.state, changes, self._settings.codec))
+        self._write(self._publication(version, delta.DELTA, served_hash, offsets, size, delta.changed(changes),
+                                      base.state, base=base))  # fmt: skip
         self.advance(version, changes, served_hash)
-        if version % self._snapshot_every == 0:
-            if delta.state_hash(base.state) != served_hash:
-                raise LogError(f"the copy of version {version} in memory was corrupted: start the trainer again")
-            self.publish_snapshot(version, base.state, served_hash)
+
+    def publish_snapshot_if_due(self) -> None:
+        """A snapshot of the base, where it pays (`Since.due`). Raises Fenced or LogError."""
+        base = self._base
+        assert base is not None
+        if not self._since.due(self._settings.snapshot_every, _bytes(base.state)):
+            return
+        if delta.state_hash(base.state) != base.hash:
+            raise LogError(f"the copy of version {base.version} in memory was corrupted: start the trainer again")
+        self.publish_snapshot(base.version, base.state, base.hash)
 
     def publish_snapshot(self, version: int, state: delta.State, served_hash: bytes) -> None:
         """All weights of `version`: for newcomers, for recovery, and where the base of a delta is no longer at hand."""
-        offsets, size = self._send(delta.encode_snapshot(version, state))
+        offsets, size = self._sender.send(delta.encode_snapshot(version, state))
         count = delta.elements(state)
-        self._policy.write(self._publication(version, delta.SNAPSHOT, served_hash, offsets, size, count, state))
-        self._snapshots += offsets[:1]
+        self._write(self._publication(version, delta.SNAPSHOT, served_hash, offsets, size, count, state))
         if len(self._snapshots) >= 2:
-            self._forget_below(self._snapshots[-2])
+            oldest = self._snapshots[-2]
+            self._sender.forget_below(oldest.chunks[0], oldest.version)
+
+    def abandon(self) -> None:
+        """Break off what is being sent, from any thread."""
+        self._sender.abandon()
+
+    def close(self) -> None:
+        self._sender.close()
+
+    def _write(self, make: Make) -> None:
+        (publication,) = self._policy.write(make)
+        assert isinstance(publication, Publication)
+        self._note(publication)
+        log.info("version %d is published as a %s: %d elements, %d bytes in %d chunks", publication.version,
+                 publication.kind, publication.changed, publication.size, len(publication.chunks))  # fmt: skip
+
+    def _note(self, publication: Publication) -> None:
+        self._since.note(publication)
+        if publication.kind == delta.SNAPSHOT and publication.chunks:
+            self._snapshots = [*self._snapshots[-1:], publication]
 
     def _publication(self, version: int, kind: str, served_hash: bytes, offsets: Sequence[int], size: int, changed: int,
                      state: delta.State, *, base: _Base | None = None, path: str | None = None) -> Make:  # fmt: skip
@@ -186,54 +251,6 @@ class Publisher:
 
         return make
 
-    def _send(self, chunks: Iterable[WeightChunk]) -> tuple[list[int], int]:
-        """Offsets of the chunks in order, and their bytes. Raises LogError where the broker doesn't take them."""
-        deadline = time.monotonic() + DELIVERY_S
-        offsets: dict[int, int] = {}
-        failed: list[str] = []
-        count = size = 0
 
-        def delivered(index: int) -> Callable[[KafkaError | None, Message], None]:
-            def report(error: KafkaError | None, message: Message) -> None:
-                at = message.offset()
-                if error is not None or at is None or at < 0:
-                    failed.append(error.str() if error is not None else "it was acknowledged without its offset")
-                else:
-                    offsets[index] = at
-
-            return report
-
-        try:
-            for chunk in chunks:
-                value = encode(chunk)
-                while True:
-                    try:
-                        self._producer.produce(self._weights, value=value, partition=0, on_delivery=delivered(count))
-                        break
-                    except BufferError as full:  # the queue is bounded: let the broker take some
-                        if time.monotonic() > deadline:
-                            raise LogError(f"{self._weights}: the broker takes no weights") from full
-                        self._producer.poll(0.1)
-                count, size = count + 1, size + len(chunk.data)
-            self._producer.flush(max(0.0, deadline - time.monotonic()))
-        except KafkaException as error:
-            raise LogError(f"{self._weights}: weights can't be sent: {clients.reason(error)}") from error
-        if len(offsets) != count:
-            why = failed[0] if failed else f"no answer within {DELIVERY_S:g} s"
-            raise LogError(f"{self._weights}: {count - len(offsets)} of {count} chunks were not delivered ({why})")
-        return [offsets[index] for index in range(count)], size
-
-    def _forget_below(self, offset: int) -> None:
-        """Weights before the last but one snapshot: newcomers and recovery begin at the later ones."""
-        place = TopicPartition(self._weights, 0, offset)
-        admin = clients.admin(self._kafka)  # held until the futures are done: a collected client never resolves them
-        try:
-            for future in admin.delete_records([place]).values():
-                future.result()
-        except KafkaException as error:
-            log.warning("%s: what lies below offset %d can't be deleted: %s", self._weights, offset,
-                        clients.reason(error))  # fmt: skip
-
-    def close(self) -> None:
-        self._producer.purge()
-        self._producer.close()
+def _bytes(state: delta.State) -> int:
+    return sum(tensor.bits.nbytes for tensor in state.values())

@@ -16,6 +16,7 @@ from .plain import CHUNK_BYTES as CHUNK_BYTES
 from .state import Bits as Bits
 from .state import Change as Change
 from .state import Changes as Changes
+from .state import Overwrites as Overwrites
 from .state import Piece as Piece
 from .state import State as State
 from .state import Tensor as Tensor
@@ -24,7 +25,6 @@ from .state import changed as changed
 from .state import copy_state as copy_state
 from .state import diff as diff
 from .state import elements as elements
-from .state import joined as joined
 from .state import write as write
 from .state import write_pieces as write_pieces
 from .statehash import HASH_ALGORITHM as HASH_ALGORITHM

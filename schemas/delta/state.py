@@ -6,7 +6,7 @@ zeros and denormals arrive as they are. A change is an overwrite: written twice,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,12 +90,12 @@ def diff(old: State, new: State) -> Changes:
     return changes
 
 
-def changed(changes: Changes) -> int:
+def changed(changes: Mapping[str, Change]) -> int:
     """Elements that are written."""
     return sum(values.size for _, values in changes.values())
 
 
-def write(state: State, changes: Changes) -> None:
+def write(state: State, changes: Mapping[str, Change]) -> None:
     """Overwrite in place. What was verified can't fail here."""
     write_pieces(state, (Piece(name, 0, positions, values) for name, (positions, values) in changes.items()))
 
@@ -109,15 +109,27 @@ def write_pieces(state: State, pieces: Iterable[Piece]) -> None:
             target[piece.positions] = piece.values
 
 
-def joined(pieces: Iterable[Piece]) -> Changes:
-    """Pieces that were verified, by tensor; those of one tensor are consecutive runs, or positions that ascend."""
-    found: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        found.setdefault(piece.name, []).append(piece)
-    changes: Changes = {}
-    for name, parts in found.items():
-        values = parts[0].values if len(parts) == 1 else np.concatenate([part.values for part in parts])
-        places = [part.positions for part in parts if part.positions is not None]
-        positions = None if not places else places[0] if len(places) == 1 else np.concatenate(places)
-        changes[name] = (positions, values)
-    return changes
+class Overwrites(Mapping[str, Change]):
+    """Verified pieces by tensor, for weights that are served until all of them are written; those of one tensor are
+    consecutive runs, or positions that ascend. A position takes 4 bytes here; each access makes the change of one
+    tensor anew, so that going through `items` holds no more than one in the form in which it is written."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, list[tuple[NDArray[np.uint32] | None, Bits]]] = {}
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            places = None if piece.positions is None else piece.positions.astype(np.uint32)
+            self._pieces.setdefault(piece.name, []).append((places, piece.values))
+
+    def __getitem__(self, name: str) -> Change:
+        pieces = self._pieces[name]
+        values = pieces[0][1] if len(pieces) == 1 else np.concatenate([part for _, part in pieces])
+        places = [part for part, _ in pieces if part is not None]
+        return (np.concatenate(places).astype(np.int64) if places else None), values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ..errors import DamagedWeights, WeightsRefused, WrongBase
 from ..events import Publication, WeightChunk
 from .chunks import DELTA, check_chunks, decode_chunks
-from .state import Changes, Piece, State, Tensor, flat, joined, write_pieces
+from .state import Overwrites, Piece, State, Tensor, flat, write_pieces
 from .statehash import (
     HASH_ALGORITHM,
     Sums,
@@ -77,20 +77,20 @@ def verify(
 
 def decode_verified(
     state: State, version: int, served_hash: bytes, publication: Publication, chunks: Sequence[WeightChunk]
-) -> tuple[Changes, dict[str, Sums]]:
+) -> tuple[Overwrites, dict[str, Sums]]:
     """All overwrites of a publication, proved, and what `verify` returns: for weights that are served while this runs,
-    so that what is left is to write. Holds 8 bytes beside the value for each changed element. Raises as `check_chunks`,
+    so that what is left is to write. Holds 4 bytes beside the value for each changed element. Raises as `check_chunks`,
     `decode_chunks` and `verify` do."""
-    held: list[Piece] = []
+    held = Overwrites()
 
     def holding() -> Iterator[list[Piece]]:
         for pieces in decode_chunks(chunks, state):
-            held.extend(pieces)
+            held.add(pieces)
             yield pieces
 
     check_chunks(publication, chunks)
     sums = verify(state, version, served_hash, publication, holding())
-    return joined(held), sums
+    return held, sums
 
 
 def verify_and_apply(

@@ -52,7 +52,7 @@ class Blobs:
                 store.pipe_file(path, data)
         except Exception as error:  # each store raises its own
             raise BlobError(f"blob {address} of {len(data)} bytes can't be written ({_said(error)}): check "
-                            "log.blob_url and the store behind it") from error  # fmt: skip
+                            "log.blob_url or weights.store_url, and the store behind it") from error  # fmt: skip
         return Blob(address, len(data), checksum)
 
     @property
@@ -82,6 +82,43 @@ def open_blobs(log: LogSettings, run: str) -> Blobs | None:
         return None
     _open(log.blob_url)
     return Blobs(log.blob_url, run, log.blob_bytes)
+
+
+def open_weights(url: str | None, run: str) -> WeightStore | None:
+    """The run's store of weights, or None where they lie in the log. Raises SettingsError where no such store can be
+    opened here."""
+    if url is None:
+        return None
+    _open(url)
+    return WeightStore(url, run)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightStore:
+    """Published weights, a folder for each version; within it files are named by their content, as all blobs."""
+
+    url: str
+    run: str
+
+    def put(self, version: int, data: bytes) -> Blob:
+        """Raises BlobError, SettingsError."""
+        return Blobs(self.url, f"{self._folder}/{version:08d}", 0).put(data)
+
+    def forget_before(self, version: int) -> None:
+        """Delete what belongs to earlier versions, orphans of crashes too. Raises BlobError."""
+        address = f"{self.url.rstrip('/')}/{self._folder}"
+        store, path = _open(address)
+        try:
+            for folder in store.ls(path, detail=False):
+                name = folder.rstrip("/").rpartition("/")[2]
+                if name.isdigit() and int(name) < version:
+                    store.rm(folder, recursive=True)
+        except Exception as error:  # each store raises its own
+            raise BlobError(f"weights below {address} can't be deleted ({_said(error)})") from error
+
+    @property
+    def _folder(self) -> str:
+        return f"{self.run}/weights"
 
 
 def get(blob: Blob) -> bytes:
@@ -118,7 +155,7 @@ def _open(url: str) -> tuple[Any, str]:
     try:
         store, path = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise SettingsError(f"log.blob_url: {url} can't be opened here ({_said(error)}): install the fsspec package "
+        raise SettingsError(f"the store {url} can't be opened here ({_said(error)}): install the fsspec package "
                             "for that kind of store") from error  # fmt: skip
     except Exception as error:
         raise BlobError(f"the blob store at {url} can't be opened ({_said(error)})") from error

@@ -58,7 +58,7 @@ def run_trainer(kafka: Mapping[str, Any], topics: RunTopics, stop: threading.Eve
     opened = open_settings(kafka, topics)
     head = read_policy(kafka, topics, opened)
     policy = Policy(topics, transactor, head.chain)
-    publisher = Publisher(kafka, topics, policy, opened.settings.weights.snapshot_every)
+    publisher = Publisher(kafka, topics, policy, opened.settings.weights)
     publisher.remember(head.publications)
 
     # 1. Where the log stands: version 0, or the newest version, published where that is still to be done.

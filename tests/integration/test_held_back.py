@@ -317,7 +317,9 @@ def test_event_that_the_broker_refuses_ends_its_episode_and_no_other(kafka: Kafk
 
 
 class NoWeights:
-    def apply_ready(self, engine: FakeEngine) -> list[Any]:
+    ready, newest, refusals = False, -1, ()
+
+    def take_clocks(self) -> list[Any]:
         return []
 
     def sampled(self, version: int) -> None:

@@ -6,32 +6,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from numpy.typing import NDArray
 
-from headrace.create import create_run
 from headrace.producers.publications import served_state
 from headrace.producers.receiver import Receiver
 from headrace.schemas import delta
-from headrace.schemas.chain import Chain
-from headrace.schemas.errors import DamagedWeights, WeightsRefused, WrongBase
-from headrace.schemas.events import Version, WeightChunk
-from headrace.schemas.hashes import digest
-from headrace.schemas.settings import RunSettings
-from headrace.schemas.topics import WEIGHTS, RunTopics
-from headrace.streams.log.policy import open_settings
-from headrace.streams.log.reader import beginning_offsets
-from headrace.streams.log.transactions import Transactor
-from headrace.trainer.publish import Policy, Publisher
+from headrace.schemas.codec import decode
+from headrace.schemas.delta import relative
+from headrace.schemas.errors import BlobDamaged, BlobLost, DamagedWeights, WeightsRefused, WrongBase
+from headrace.schemas.events import WeightChunk
+from headrace.schemas.topics import WEIGHTS
+from headrace.streams.log.reader import beginning_offsets, end_offsets, read_range
+from headrace.trainer.publish import Policy
+from headrace.trainer.sending import Abandoned
+from tests.publishing import DTYPE, Publishing
 
 Arrays = dict[str, NDArray[Any]]
 Kafka = Mapping[str, Any]
-DTYPE = "bfloat16"
 
 
 def model(seed: int = 0) -> Arrays:
@@ -61,60 +58,11 @@ class Target:
         return all(np.array_equal(self.arrays[name], bits) for name, bits in arrays.items())
 
 
-class Source:
-    """A run whose trainer only publishes: version n differs from n - 1 in a twentieth of its elements."""
+class Source(Publishing):
+    """Of that model."""
 
-    def __init__(self, kafka: Kafka, run: str, snapshot_every: int = 1000, codec: str = "fast") -> None:
-        self.kafka, self.topics = kafka, RunTopics(run)
-        settings = RunSettings.model_validate({
-            "model": {"path": str(Path.cwd()), "dtype": DTYPE}, "tasks": {"dataset": "chain_sum"},
-            "log": {"partitions": 1},
-        })  # fmt: skip
-        create_run(kafka, self.topics, settings)
-        self.transactor = Transactor(kafka, self.topics.transactional_id("trainer"))
-        opened = open_settings(kafka, self.topics)
-        policy = Policy(self.topics, self.transactor, Chain(0, digest(opened.value)))
-        self.publisher = Publisher(kafka, self.topics, policy, snapshot_every, codec)
-        self.history = [model()]
-        self.arrays = {name: bits.copy() for name, bits in self.history[0].items()}
-
-    @property
-    def state(self) -> dict[str, delta.Tensor]:
-        return delta.as_state(self.arrays, DTYPE)
-
-    def begin(self) -> None:
-        hashed = delta.state_hash(self.state)
-
-        def version(**link: Any) -> Version:
-            return Version(**link, version=0, parent=-1, batch=0, batch_offset=-1, batch_digest=b"",
-                           hash_algorithm=delta.HASH_ALGORITHM, served_hash=hashed, train_hash=b"", rho=0.0,
-                           rho_tokens=0, groups=(), metrics={}, fingerprint="{}", committed_ms=0)  # fmt: skip
-
-        self.publisher.publish_initial(version, "somewhere", self.state, hashed)
-
-    def publish(self, count: int = 1) -> None:
-        for _ in range(count):
-            number = len(self.history)
-            rng = np.random.default_rng([7, number])
-            for bits in self.arrays.values():
-                bits[rng.random(bits.shape) < 0.05] ^= 1
-            changes, served_hash = self.publisher.compare(self.state)
-            self.publisher.publish(number, changes, served_hash)
-            self.history.append({name: bits.copy() for name, bits in self.arrays.items()})
-
-    def damage(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The next delta's chunks get a flipped bit on their way to the log."""
-        honest = delta.encode_delta
-
-        def encode(*args: Any) -> Iterator[WeightChunk]:
-            for chunk in honest(*args):
-                data = bytearray(chunk.data)
-                data[len(data) // 2] ^= 4
-                yield replace(chunk, data=bytes(data))
-
-        with monkeypatch.context() as patch:
-            patch.setattr(delta, "encode_delta", encode)
-            self.publish()
+    def __init__(self, kafka: Kafka, run: str, **weights: Any) -> None:
+        super().__init__(kafka, run, arrays=model(), weights=weights)
 
 
 @pytest.fixture
@@ -153,13 +101,13 @@ def test_replica_follows_version_by_version_bit_for_bit(source: Source) -> None:
 
 
 def test_newcomer_catches_up_by_the_chain_or_by_the_snapshot(kafka: Kafka, run_name: str) -> None:
-    source = Source(kafka, run_name, snapshot_every=100)
+    source = Source(kafka, run_name)
     source.begin()
     source.publish(7)
     by_chain = Target(model())
     with receiving(source, by_chain):
         assert by_chain.applied == [1, 2, 3, 4, 5, 6, 7] and by_chain.serves(source.history[7])
-    source.publisher._snapshot_every = 11
+    source.publisher._settings = source.settings.weights.model_copy(update={"snapshot_every": 11})
     source.publish(36)
     by_snapshot = Target(model())
     with receiving(source, by_snapshot):
@@ -266,7 +214,7 @@ def test_replica_that_cannot_apply_keeps_its_version_and_tries_anew(source: Sour
 def test_orphan_chunks_of_a_crash_are_ignored(source: Source) -> None:
     source.publish()
     other = delta.as_state(model(5), DTYPE)
-    source.publisher._send(delta.encode_delta(2, source.state, delta.diff(source.state, other)))
+    source.publisher._sender.send(delta.encode_delta(2, source.state, delta.diff(source.state, other)))
     source.publish()
     target = Target(model())
     with receiving(source, target):
@@ -332,3 +280,127 @@ def test_served_state_gives_any_version(source: Source) -> None:
     assert all(np.array_equal(first[name], bits) for name, bits in model().items()), "what was given is left as it was"
     with pytest.raises(WrongBase):
         served_state(source.kafka, source.topics, first, 9)
+
+
+# ----------------------------------------------------------------------------------------------------- the store
+
+
+@pytest.fixture
+def stored(kafka: Kafka, run_name: str, tmp_path: Path) -> Source:
+    one = Source(kafka, run_name, store_url=(tmp_path / "store").as_uri(), snapshot_every=3)
+    one.begin()
+    return one
+
+
+def files(source: Source, version: int) -> list[Path]:
+    url = source.settings.weights.store_url
+    assert url is not None
+    folder = Path(url.removeprefix("file://")) / source.topics.run / "weights" / f"{version:08d}"
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def test_weights_lie_in_the_store_and_the_log_names_them(stored: Source) -> None:
+    target = Target(model())
+    with receiving(stored, target) as receiver:
+        stored.publish(2)
+        until(lambda: target.version == 2, lambda: receiver.apply_ready(target))
+        assert target.serves(stored.history[2])
+    name = stored.topics.name(WEIGHTS)
+    found = [decode(r.value) for r in read_range(stored.kafka, name, 0, 0, end_offsets(stored.kafka, name)[0])]
+    assert len(found) == 2
+    for version, chunk in enumerate(found, 1):
+        assert isinstance(chunk, WeightChunk) and chunk.blob is not None and chunk.data == b""
+        (file,) = files(stored, version)
+        assert file.name == chunk.blob.digest.hex() and file.stat().st_size == chunk.blob.length
+
+
+@pytest.mark.parametrize("fault", ["missing", "altered", "cut short"])
+def test_file_that_is_missing_or_damaged_is_refused_with_its_address_and_the_next_snapshot_mends_it(
+    stored: Source, fault: str
+) -> None:
+    target = Target(model())
+    stored.publish(1)
+    with receiving(stored, target) as receiver:
+        assert target.version == 1
+        honest = Policy.write
+        broken: list[Path] = []
+
+        def write(self: Policy, *makers: Any) -> Any:
+            """Before the publication is on the log, so that no receiver is faster."""
+            (file,) = files(stored, 2)
+            data = file.read_bytes()
+            file.unlink()
+            if fault != "missing":
+                file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]) if fault == "altered" else data[:-1])
+            broken.append(file)
+            return honest(self, *makers)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Policy, "write", write)
+            stored.publish(1)
+        until(lambda: bool(receiver.refusals), lambda: receiver.apply_ready(target))
+        version, error = receiver.refusals[0]
+        assert version == 2 and isinstance(error, BlobLost if fault == "missing" else BlobDamaged)
+        assert broken[0].as_uri() in str(error)
+        assert target.version == 1 and target.serves(stored.history[1])
+        stored.publish(1)  # and its snapshot
+        until(lambda: target.version == 3, lambda: receiver.apply_ready(target))
+        assert target.applied == [1, 3] and target.serves(stored.history[3])
+
+
+def test_store_that_is_away_is_asked_again(stored: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(model())
+    away = threading.Event()
+    away.set()
+
+    def cat_file(self: Any, path: str, *args: Any, **options: Any) -> bytes:
+        if away.is_set():
+            raise ConnectionError("no route to the store")
+        return Path(path).read_bytes()
+
+    monkeypatch.setattr(LocalFileSystem, "cat_file", cat_file)
+    with receiving(stored, target) as receiver:
+        stored.publish(1)
+        until(lambda: receiver.newest == 1 and receiver._said is not None, lambda: receiver.apply_ready(target))
+        assert target.version == 0 and receiver.refusals == [] and "no route" in str(receiver._said)
+        away.clear()
+        until(lambda: target.version == 1, lambda: receiver.apply_ready(target))
+
+
+def test_files_below_the_last_but_one_snapshot_are_deleted(stored: Source) -> None:
+    stored.publish(10)  # snapshots at 3, 6 and 9
+    assert [version for version in range(1, 11) if files(stored, version)] == [6, 7, 8, 9, 10]
+    target = Target(model())
+    with receiving(stored, target) as receiver:
+        assert target.version == 10 and target.serves(stored.history[10]) and receiver.refusals == []
+
+
+# -------------------------------------------------------------------------------------------------- the rate limit
+
+
+@pytest.mark.parametrize("through", ["log", "store"])
+def test_transfers_keep_to_their_rate_at_both_ends(kafka: Kafka, run_name: str, tmp_path: Path, through: str,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr(relative, "MAX_CHANGES", 500)  # several chunks
+    url = (tmp_path / "store").as_uri() if through == "store" else None
+    source = Source(kafka, run_name, store_url=url, max_bytes_per_s=6000.0)
+    source.begin()
+    began = time.monotonic()
+    source.publish()
+    size = source.publications()[-1].size
+    assert size > 2000 and time.monotonic() - began >= 0.9 * size / 6000
+    began, target = time.monotonic(), Target(model())
+    with receiving(source, target):
+        assert target.version == 1 and target.serves(source.history[1])
+    assert time.monotonic() - began >= 0.9 * size / 6000
+
+
+def test_transfer_that_is_abandoned_ends_at_once(kafka: Kafka, run_name: str) -> None:
+    source = Source(kafka, run_name, max_bytes_per_s=1.0)
+    source.begin()
+    threading.Timer(0.5, source.publisher.abandon).start()
+    began = time.monotonic()
+    with pytest.raises(Abandoned):
+        source.publish()
+    assert time.monotonic() - began < 10
+    assert [p.version for p in source.publications()] == [0]

@@ -17,6 +17,12 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.consumers.accounts import Accounts
+from headrace.consumers.facts import Failures
+from headrace.consumers.index import Index
+from headrace.consumers.partition import audit_partition
+from headrace.consumers.proofs import check_policy
+from headrace.consumers.source import Snapshot
 from headrace.models import tiny_model
 from headrace.producers.engines import GenerationRequest, Sampling
 from headrace.producers.engines.hf import HfEngine
@@ -45,9 +51,9 @@ from headrace.streams.log.transactions import Output
 from headrace.trainer import loop
 from headrace.trainer.fetch import fetch_batch
 from headrace.trainer.loop import Trainer, run_trainer
-from headrace.trainer.publish import Policy, PolicyHead, read_policy
+from headrace.trainer.publish import Policy, PolicyHead, Publisher, read_policy
 from headrace.trainer.step import TrainState
-from tests.killed_trainer import BOUNDARIES, kill_at
+from tests.killed_trainer import BOUNDARIES, BOUNDARIES_BETWEEN, kill_at
 from tests.synthetic_run import PARTITIONS, SyntheticRun, episode, run_settings
 
 Kafka = Mapping[str, Any]
@@ -228,16 +234,20 @@ def test_step_that_outlasts_the_poll_interval_loses_nothing(run: SyntheticRun, t
 # ------------------------------------------------------------------------------------------------------------- kills
 
 
+# (version, boundary): checkpoints are due at 3, 6, 9, ...; snapshots five versions after the last one.
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("plan", [
+    tuple(zip((2, 4, 5, 7, 8, 10, 11, 12, 15), BOUNDARIES, strict=True)),
+    tuple(zip((2, 3, 5, 7, 9, 10), BOUNDARIES_BETWEEN, strict=True)),
+], ids=["in turn", "in two threads"])  # fmt: skip
 def test_kill_at_every_boundary_leaves_no_gap_no_skip_and_no_double(
-    kafka: Kafka, run_name: str, model: Path, tmp_path: Path
+    kafka: Kafka, run_name: str, model: Path, tmp_path: Path, plan: tuple[tuple[int, str], ...]
 ) -> None:
     """One run is killed at each boundary in turn, another is left alone: their versions have the same hashes."""
     settings = run_settings(model)
     calm = SyntheticRun(kafka, f"{run_name}-calm", settings)
     killed = SyntheticRun(kafka, f"{run_name}-killed", settings)
-    # (version, boundary): checkpoints are due at 3, 6, 9, ...; snapshots at 5, 10, ...
-    plan = list(zip((2, 4, 5, 7, 8, 10, 11, 12, 15), BOUNDARIES, strict=True))
     last = 17
     for run in (calm, killed):
         run.write_random_batches(last, seed=3)
@@ -248,6 +258,7 @@ def test_kill_at_every_boundary_leaves_no_gap_no_skip_and_no_double(
     train(killed, tmp_path / "killed", last)
     assert outcome(killed) == outcome(calm)
     assert [v.version for v in head(killed).versions.values()] == list(range(last + 1))
+    vouched_for(killed, last)
     engine, receiver = engine_of(model), Receiver(kafka, killed.topics)
     assert receiver.load(engine) and engine.version == last and receiver.refusals == []
     receiver.close()
@@ -258,14 +269,31 @@ def test_kill_at_every_boundary_leaves_no_gap_no_skip_and_no_double(
     killed.close()
 
 
+def vouched_for(run: SyntheticRun, last: int) -> None:
+    """By the independent count: each version once, in turn, published before the next is committed, chunks first."""
+    publications = head(run).publications
+    once = [p.version for p in publications if p.kind == "delta"]
+    assert once == sorted(set(once))
+    first = list(dict.fromkeys(p.version for p in publications))
+    assert first == list(range(last + 1)), "published late or never"
+    source, failures = Snapshot(run.kafka, run.topics), Failures()
+    with Index() as index:
+        for number in range(PARTITIONS):  # no raw events stand behind these closures
+            audit_partition(source, number, index, Accounts(), Failures())
+        batches = check_policy(source, index, Accounts(), failures)
+        assert not failures.lines and batches.manifests == last
+        assert [index.version(number) is not None for number in range(last + 2)] == [True] * (last + 1) + [False]
+
+
 def test_version_whose_base_is_lost_is_published_as_a_snapshot(run: SyntheticRun, tmp_path: Path,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """Committed, saved, but not published: the next start has the weights and no base."""
     run.write_random_batches(2)
     train(run, tmp_path, 1)
     with training(run, tmp_path) as trainer:
-        monkeypatch.setattr(trainer._publisher, "publish", lambda *_: trainer._save())
+        monkeypatch.setattr(trainer._publisher, "publish_delta", lambda *_: None)
         trainer.run(threading.Event(), 2)
+        assert trainer._saved == 2
     assert (head(run).committed, head(run).published) == (2, 1)
     train(run, tmp_path, 2)
     newest = head(run).publications[-1]
@@ -282,10 +310,10 @@ def test_publication_that_fails_moves_neither_base_nor_version(run: SyntheticRun
         trainer.run(threading.Event(), 1)
         honest = Policy.write
 
-        def write(self: Policy, *makers: Any) -> None:
+        def write(self: Policy, *makers: Any) -> Any:
             if "publication" in makers[0].__qualname__:
                 raise LogError("the broker is gone")
-            honest(self, *makers)
+            return honest(self, *makers)
 
         with monkeypatch.context() as patch:
             patch.setattr(Policy, "write", write)
@@ -296,6 +324,75 @@ def test_publication_that_fails_moves_neither_base_nor_version(run: SyntheticRun
     assert (head(run).committed, head(run).published) == (2, 1)
     train(run, tmp_path, 2)
     assert [(p.version, p.kind) for p in head(run).publications][-1] == (2, "delta"), "trained again from version 1"
+
+
+def test_next_version_is_trained_while_this_one_is_on_its_way_and_committed_only_after_it(
+    run: SyntheticRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.write_random_batches(2)
+    seen: list[str] = []
+    trained = threading.Event()
+    honest_publish, honest_train, honest_commit = Publisher.publish_delta, Trainer._train, Trainer._commit
+
+    def publish_delta(self: Publisher, version: int, *args: Any) -> None:
+        if version == 1:
+            assert trained.wait(20), "the trainer stood still meanwhile"
+        honest_publish(self, version, *args)
+        seen.append(f"published {version}")
+
+    def train_one(self: Trainer, *args: Any) -> Any:
+        report = honest_train(self, *args)
+        if report.version == 2:
+            trained.set()
+        return report
+
+    def commit(self: Trainer, *args: Any) -> None:
+        honest_commit(self, *args)
+        seen.append(f"committed {self.version}")
+
+    monkeypatch.setattr(Publisher, "publish_delta", publish_delta)
+    monkeypatch.setattr(Trainer, "_train", train_one)
+    monkeypatch.setattr(Trainer, "_commit", commit)
+    train(run, tmp_path, 2)
+    assert seen == ["committed 1", "published 1", "committed 2", "published 2"]
+    assert head(run).versions[2].metrics["publishing_s"] >= 0
+
+
+def test_commits_do_not_wait_for_a_snapshot(run: SyntheticRun, tmp_path: Path,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    run.write_random_batches(6)
+    committed = threading.Event()
+    honest, honest_commit = Publisher.publish_snapshot, Trainer._commit
+
+    def publish_snapshot(self: Publisher, *args: Any) -> None:
+        assert committed.wait(20), "version 6 waited for the snapshot of version 5"
+        honest(self, *args)
+
+    def commit(self: Trainer, *args: Any) -> None:
+        honest_commit(self, *args)
+        if self.version == 6:
+            committed.set()
+
+    monkeypatch.setattr(Publisher, "publish_snapshot", publish_snapshot)
+    monkeypatch.setattr(Trainer, "_commit", commit)
+    train(run, tmp_path, 6)
+    assert [(p.version, p.kind) for p in head(run).publications][-2:] == [(5, "snapshot"), (6, "delta")]
+
+
+def test_publication_that_fails_ends_a_trainer_that_waits_for_its_next_batch(
+    run: SyntheticRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would give it one: the coordinator waits for the version to be published."""
+    run.write_random_batches(1)
+
+    def publish_delta(*_: Any) -> None:
+        time.sleep(0.5)
+        raise LogError("the broker is gone")
+
+    with training(run, tmp_path) as trainer:
+        monkeypatch.setattr(trainer._publisher, "publish_delta", publish_delta)
+        with pytest.raises(LogError, match="the broker is gone"):
+            trainer.run(threading.Event(), 2)
 
 
 def test_second_trainer_fences_the_first_which_can_neither_commit_nor_publish(
@@ -551,19 +648,6 @@ def shift(one: PayloadEpisode) -> PayloadEpisode:
 
 def test_ledger_vouches_for_versions_and_publications(run: SyntheticRun, tmp_path: Path) -> None:
     """The independent count agrees with what the trainer wrote into `policy` and `weights`."""
-    from headrace.consumers.accounts import Accounts
-    from headrace.consumers.facts import Failures
-    from headrace.consumers.index import Index
-    from headrace.consumers.partition import audit_partition
-    from headrace.consumers.proofs import check_policy
-    from headrace.consumers.source import Snapshot
-
     run.write_random_batches(6)
     train(run, tmp_path, 6)
-    source, failures, ignored = Snapshot(run.kafka, run.topics), Failures(), Failures()
-    with Index() as index:
-        for number in range(PARTITIONS):
-            audit_partition(source, number, index, Accounts(), ignored)  # no raw events stand behind these closures
-        batches = check_policy(source, index, Accounts(), failures)
-        assert not failures.lines and batches.manifests == 6
-        assert [index.version(number) is not None for number in range(8)] == [True] * 7 + [False]
+    vouched_for(run, 6)
