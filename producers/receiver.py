@@ -161,11 +161,6 @@ class Receiver:
             self._thread.start()
         return True
 
-    @property
-    def ready(self) -> bool:
-        """Whether a version waits to be applied."""
-        return self._ready is not None
-
     def apply_ready(self, engine: WeightTarget, then: Callable[[], object] = lambda: None) -> list[PublicationClock]:
         """Apply what is ready, call `then` before sampling goes on, and `take_clocks`. Cheap when there is nothing. A
         refusal is logged, not raised."""

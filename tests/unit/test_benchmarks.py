@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 MODULES = sorted(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
                  for path in (ROOT / "benchmarks").rglob("*.py"))  # fmt: skip
 # Started by name from the command line: what the Makefile finds.
-NAMES = [path.stem for path in sorted((ROOT / "benchmarks").glob("*.py")) if "\ndef main" in path.read_text()]
+NAMES = [path.stem for path in sorted((ROOT / "benchmarks").glob("[!_]*.py")) if "\ndef main" in path.read_text()]
 
 
 @pytest.mark.slow
