@@ -68,7 +68,7 @@ lint: $(STAMP)
 	@$(BIN)/mypy
 
 bench: $(STAMP)
-	@for f in $$(grep -l '^def main' benchmarks/*.py); do m=$${f#benchmarks/}; \
+	@for f in $$(grep -l '^def main' benchmarks/[!_]*.py); do m=$${f#benchmarks/}; \
 		echo "== $${m%.py}"; $(BIN)/python -m benchmarks.$${m%.py} --quick; done
 
 clean:
