@@ -24,10 +24,12 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.topics import RunTopics
 
-from . import accounting, changing, reading
+from . import accounting, changing, reading, removing
 from .settings import describe, kafka_config, load_config, load_site
 
 if TYPE_CHECKING:
+    from headrace.schemas.settings import RunSettings
+
     from .broker import Broker
 
 WRONG_USE = (SettingsError, RunNotFound, RunConflict, ModelError, NotAnnounced)
@@ -39,6 +41,7 @@ app.add_typer(broker_app, name="broker")
 reading.register(app)
 accounting.register(app)
 changing.register(app)
+removing.register(app)
 
 ConfigArgument = Annotated[Path, typer.Argument(help="TOML file with the run's settings", metavar="CONFIG")]
 Json = Annotated[bool, typer.Option("--json", help="for programs")]
@@ -63,12 +66,21 @@ def run(
     if print_settings:
         _print_settings([*describe(loaded.settings), *describe(loaded.site, "site.")], as_json)
         return
+    _name_idle(loaded.settings)
     check_model(loaded.settings)
     kafka = kafka_config(loaded.site, start=True)
     new = create_run(kafka, loaded.topics, loaded.settings)
     say(f"run {loaded.run}: {'created' if new else 'resumed'} on {kafka['bootstrap.servers']}")
     Supervisor(kafka, loaded.topics, loaded.site, loaded.file, say, stop_at=stop_at,
                no_progress_s=loaded.settings.rollout.no_progress_s).run()  # fmt: skip
+
+
+def _name_idle(settings: RunSettings) -> None:
+    """Say on standard error which settings can't act in their combination."""
+    from headrace.trainer.combinations import idle
+
+    for sentence in idle(settings):
+        print(f"headrace: {sentence}", file=sys.stderr)
 
 
 def _print_settings(rows: list[tuple[str, object, str]], as_json: bool) -> None:
@@ -85,6 +97,7 @@ def create(config: ConfigArgument, as_json: Json = False) -> None:
     from .create import check_model, create_run
 
     loaded = load_config(config)
+    _name_idle(loaded.settings)
     check_model(loaded.settings)
     kafka = kafka_config(loaded.site, start=True)
     new = create_run(kafka, loaded.topics, loaded.settings)

@@ -25,6 +25,10 @@ class RunConflict(HeadraceError):
     """The run exists with other settings; the message prints the difference."""
 
 
+class RunBusy(HeadraceError):
+    """Processes of the run are at work; the message says what to stop."""
+
+
 class NotAnnounced(HeadraceError):
     """This version writes records in forms that the run doesn't know yet: announce them first."""
 

@@ -224,7 +224,7 @@ class Span:
 
     `tokens` int32[count]; `logprobs` float32[count], nats, processed (temperature applied), for model spans and null
     otherwise; `versions` cover exactly the model tokens. `parent` is the sequence of the span that this one continues
-    (-1: the one before), so that branches form a tree.
+    (-1: the one before; 0: none, a context of its own begins), so that branches form a tree.
     """
 
     group: str

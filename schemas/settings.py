@@ -188,9 +188,10 @@ class LossSettings(Section):
     ratio_level: Literal["token", "sequence", "geometric"] = Field("token", description="what weighs: the token's "
                                                                    "ratio, its episode's, or its mean")  # fmt: skip
     truncate_below: Annotated[float, Field(ge=0)] = Field(0.0, description="importance ratios are lifted to this")
-    truncate_above: PositiveFloat | None = Field(2.0, description="importance ratios are cut off here (TIS)")
+    truncate_above: PositiveFloat | None = Field(2.0, description="importance ratios are cut off here (TIS); 'none': "
+                                                                  "nowhere")  # fmt: skip
     mask_below: Annotated[float, Field(ge=0)] = Field(0.125, description="a smaller ratio gets no gradient")
-    mask_above: PositiveFloat | None = Field(8.0, description="a larger ratio gets no gradient; none: no limit")
+    mask_above: PositiveFloat | None = Field(8.0, description="a larger ratio gets no gradient; 'none': no limit")
     normalise: bool = Field(False, description="divide weights by their mean over the batch")
 
     reject: tuple[RejectionSettings, ...] = Field((), description="tokens or episodes outside these limits get no "
@@ -211,6 +212,11 @@ class LossSettings(Section):
     denominator: Literal["token_mean", "sequence_mean", "sequence_sum", "budget"] = Field(
         "token_mean", description="what the loss averages over; `budget`: episodes x rollout.max_new_tokens (Dr. GRPO)"
     )
+
+    @field_validator("truncate_above", "mask_above", mode="before")
+    @classmethod
+    def _a_limit_may_be_lifted(cls, limit: Any) -> Any:
+        return None if limit == "none" else limit  # TOML has no null
 
     @model_validator(mode="after")
     def _combination_is_possible(self) -> LossSettings:

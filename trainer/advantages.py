@@ -33,7 +33,7 @@ def leave_one_out(rewards: torch.Tensor, counted: torch.Tensor) -> tuple[torch.T
     """Mean and unbiased deviation of the other counted rewards, for each member; shapes as `whole_group`. Of fewer than
     two others the deviation is 0. What stands at a member that isn't counted means nothing.
 
-    Source: RLOO (arXiv:2402.14740), section 3.2; the deviation of the others is NeMo-RL's.
+    Source: RLOO (arXiv:2402.14740); the deviation of the others is NeMo-RL's.
     """
     n = int(counted.sum())
     if n < 2:
@@ -68,7 +68,7 @@ def centered(rewards: torch.Tensor, epsilon: float = EPSILON) -> torch.Tensor:
 def rloo(rewards: torch.Tensor, epsilon: float = EPSILON) -> torch.Tensor:
     """r - mean of the others = n / (n - 1) * (r - mean): unbiased, since the baseline doesn't hold the reward itself.
 
-    Source: RLOO (arXiv:2402.14740), section 3.2; "Buy 4 REINFORCE samples" (Kool et al. 2019).
+    Source: RLOO (arXiv:2402.14740); "Buy 4 REINFORCE samples" (Kool et al. 2019).
     """
     return rewards - leave_one_out(rewards, torch.ones_like(rewards, dtype=torch.bool))[0]
 

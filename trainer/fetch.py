@@ -24,16 +24,18 @@ from headrace.schemas.events import (
 )
 from headrace.schemas.hashes import digest
 from headrace.schemas.outcomes import Outcome
-from headrace.schemas.payload import content_hash, episode_columns, from_chunks
+from headrace.schemas.payload import content_hash, from_chunks
 from headrace.schemas.settings import StalenessSettings
 from headrace.schemas.topics import GROUPS, SAMPLES, RunTopics
 from headrace.streams.log.blobs import fetched
 from headrace.streams.log.reader import Reader, Record
 
-from .batches import Episode, Group
+from .batches import Episode, Group, Strand
+from .layout import laid_out
 from .reused import Reused
 
 Kind = TypeVar("Kind", bound=Event)
+Laid = TypeVar("Laid", Episode, Strand)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ def fetch_batch(reader: Reader, topics: RunTopics, record: Record, staleness: St
         except InvalidRecord as error:
             raise InvalidRecord(f"group {ref.group}: {error}", record.topic, record.partition, record.offset) from error
         groups.append(Group(ref.group, episodes))
-    lags = [manifest.target - e.versions[e.mask] for group in groups for e in group.episodes]
+    lags = [manifest.target - e.column("versions")[e.column("mask")] for group in groups for e in group.episodes]
     lag = np.concatenate(lags) if lags else np.zeros(0, np.int64)
     mean, most = (float(lag.mean()), int(lag.max())) if lag.size else (0.0, 0)
     reused = tuple(_reused(reader, topics, reuse) for reuse in manifest.reused)
@@ -116,7 +118,7 @@ def _reused(reader: Reader, topics: RunTopics, reuse: Reuse) -> Reused:
         raise InvalidRecord(f"slot {reuse.slot} of group {source.group} is used again as a success beside group "
                             f"{reuse.group}, and is {was}", *where)  # fmt: skip
     try:
-        return Reused(reuse.group, _laid_out(recorded), reuse.advantage)
+        return Reused(reuse.group, laid_out(recorded), reuse.advantage)
     except InvalidRecord as error:
         raise InvalidRecord(f"group {source.group}: {error}", *where) from error
 
@@ -163,39 +165,24 @@ def _segments(manifest: Manifest, record: Record) -> dict[tuple[int, int], list[
 def _episode(
     recorded: PayloadEpisode, target: int, segments: Sequence[_Segment], staleness: StalenessSettings
 ) -> Episode:
-    episode = _laid_out(recorded)
+    episode = laid_out(recorded)
     if episode.reward is None:
         raise InvalidRecord(f"slot {recorded.slot} counts without a reward")
     versions = np.repeat([s[0] for s in segments], [s[1] for s in segments])
-    if not np.array_equal(versions, episode.versions[episode.mask]):
-        tokens = int(episode.mask.sum())
+    if not np.array_equal(versions, episode.column("versions")[episode.column("mask")]):
+        tokens = int(episode.column("mask").sum())
         raise InvalidRecord(f"slot {recorded.slot}: its segments don't cover its {tokens} model tokens")
-    weights = np.ones(episode.tokens.size, np.float32)
-    weights[episode.mask] = _token_weights(target, segments, staleness)
-    return replace(episode, weights=weights * episode.weights)
+    counts = [int(strand.mask.sum()) for strand in episode.strands]
+    head, *rest = np.split(_token_weights(target, segments, staleness), np.cumsum(counts)[:-1])
+    branches = tuple(_weighed(strand, own) for strand, own in zip(episode.branches, rest, strict=True))
+    return replace(_weighed(episode, head), branches=branches)
 
 
-def _laid_out(recorded: PayloadEpisode) -> Episode:
-    """With a weight of 1 for every token that may be trained on, else 0."""
-    columns = episode_columns(recorded)
-    sampled = columns.versions >= 0
-    if any(span.parent >= 0 for span in recorded.spans):
-        raise InvalidRecord(f"slot {recorded.slot} branches, which this trainer can't lay out")
-    prompt = int(np.argmax(sampled)) if sampled.any() else columns.tokens.size
-    if prompt == 0:
-        raise InvalidRecord(f"slot {recorded.slot} has no prompt")
-    return Episode(
-        slot=recorded.slot,
-        prompt=columns.tokens[:prompt],
-        tokens=columns.tokens[prompt:],
-        mask=sampled[prompt:],
-        logprobs=columns.logprobs[prompt:],
-        versions=columns.versions[prompt:],
-        weights=columns.trainable[prompt:].astype(np.float32),
-        reward=recorded.reward,
-        counted=True,
-        temperature=recorded.temperature,
-    )
+def _weighed(strand: Laid, own: NDArray[np.float32]) -> Laid:
+    """With the weights of its model tokens, float32 [model tokens], beside its own."""
+    weights = np.ones(strand.tokens.size, np.float32)
+    weights[strand.mask] = own
+    return replace(strand, weights=weights * strand.weights)
 
 
 def _token_weights(

@@ -20,28 +20,26 @@ from typing import Any
 import torch
 
 from headrace.schemas import delta
-from headrace.schemas.codec import kind_of
-from headrace.schemas.errors import InvalidRecord, RecordError, ReplayMismatch
-from headrace.schemas.events import GroupCount, Manifest, Version
-from headrace.schemas.hashes import digest
+from headrace.schemas.errors import NonFiniteGradient, NonFiniteLogprob, ReplayMismatch
+from headrace.schemas.events import GroupCount, Version
 from headrace.schemas.settings import RunSettings
-from headrace.schemas.topics import BATCHES, POLICY, RunTopics
+from headrace.schemas.topics import POLICY, RunTopics
 from headrace.streams.log.hanging import check_settled
-from headrace.streams.log.policy import Schemas, open_settings
-from headrace.streams.log.reader import Reader, Record, beginning_offsets
+from headrace.streams.log.policy import open_settings
+from headrace.streams.log.reader import Record
 from headrace.streams.log.transactions import Transactor
 
 from .background import Background
 from .checkpoint import Checkpoints, train_hash
-from .fetch import Batch, expect, fetch_batch
+from .combinations import idle
+from .fetch import Batch
+from .inbox import Inbox
 from .publish import Policy, Publisher, read_policy
-from .rejection import Rejection
 from .report import StepReport
-from .step import StepSettings, TrainState
+from .step import TrainState
+from .weighing import StepSettings, loss_rules
 
 log = logging.getLogger("headrace.trainer")
-
-POLL_S = 0.2
 
 
 def step_settings(settings: RunSettings) -> StepSettings:
@@ -61,11 +59,7 @@ def step_settings(settings: RunSettings) -> StepSettings:
         group_size=settings.rollout.group_size,
         budget=settings.rollout.max_new_tokens,
         reuse_drift_limit=settings.staleness.floor + settings.reuse.drift_limit,
-        # With bypass the objective's own ratio is that to the behaviour policy; a weight would count it twice.
-        weigh=not loss.bypass or loss.objective == "reinforce",
-        reject=tuple(Rejection(rule.by, rule.over, rule.below, rule.above) for rule in loss.reject),
-        lone=loss.lone or "batch_mean",
-        **loss.model_dump(exclude={"reject", "lone"}),
+        **loss_rules(loss),
     )
 
 
@@ -77,9 +71,9 @@ class Trainer:
         self._kafka, self._topics, self._settings = kafka, topics, settings
         self._transactor = Transactor(kafka, topics.transactional_id("trainer"))
         check_settled(kafka, [(topics.name(POLICY), 0)])
-        self._opened = open_settings(kafka, topics)
-        head = read_policy(kafka, topics, self._opened)
-        self._versions, self._published, self._by_offset = head.versions, head.published, head.settings
+        opened = open_settings(kafka, topics)
+        head = read_policy(kafka, topics, opened)
+        self._versions, self._published = head.versions, head.published
         self._policy = Policy(topics, self._transactor, head.chain)
         self._publisher = Publisher(kafka, topics, self._policy, settings.weights)
         self._publisher.remember(head.publications)
@@ -89,11 +83,7 @@ class Trainer:
         self._state = TrainState(model.path, dtype=model.dtype, compute_dtype=model.compute_dtype, device=device)
         self._saved = -1
         self._seconds: dict[str, float] = {}
-        self._reader, self._schemas = Reader(kafka), Schemas(kafka, topics)
-        batches = topics.name(BATCHES)
-        newest = self._versions.get(head.committed)
-        at = newest.batch_offset + 1 if newest and newest.version else beginning_offsets(kafka, batches)[0]
-        self._batches = Reader(kafka, {(batches, 0): at})
+        self._inbox = Inbox(kafka, topics, opened, head)
 
     @property
     def version(self) -> int:
@@ -103,6 +93,8 @@ class Trainer:
 
     def start(self) -> None:
         """Come to the newest committed version, and publish it where that is still to be done."""
+        for sentence in idle(self._settings):
+            log.warning("%s", sentence)
         committed = max(self._versions, default=-1)
         if committed < 0:
             self._begin()
@@ -110,7 +102,7 @@ class Trainer:
         self._recall()
         while self.version < committed:
             recorded = self._versions[self.version + 1]
-            batch = self._recorded_batch(recorded)
+            batch = self._inbox.recorded(recorded)
             report = self._train(batch)
             changes, served_hash = self._publisher.compare(self._served())
             self._prove(recorded, served_hash)
@@ -158,15 +150,8 @@ class Trainer:
             self._publisher.publish_snapshot(self.version, state, served_hash)
 
     def _train(self, batch: Batch) -> StepReport:
-        settings = step_settings(self._by_offset[batch.manifest.settings_offset])
+        settings = step_settings(self._inbox.settings(batch.manifest))
         return self._state.train_batch(batch.groups, batch.manifest.target, settings, batch.reused)
-
-    def _recorded_batch(self, version: Version) -> Batch:
-        record = self._reader.read_at(self._topics.name(BATCHES), 0, [version.batch_offset])[version.batch_offset]
-        if digest(record.value or b"") != version.batch_digest:
-            raise InvalidRecord(f"version {version.version} was trained from another manifest: this one was altered",
-                                record.topic, record.partition, record.offset)  # fmt: skip
-        return self._fetch(record, version.batch)
 
     def _prove(self, recorded: Version, served_hash: bytes) -> None:
         own_hash = train_hash(*self._state.state_tensors())
@@ -188,7 +173,8 @@ class Trainer:
         while not stop.is_set() and (stop_at is None or self.version < stop_at):
             before, self._seconds = self._seconds, {}
             with self._timed("waiting"):
-                record = self._next_manifest(stop)
+                # There is no next batch for as long as this version isn't published.
+                record = self._inbox.next(stop, self._background.check)
             if record is None:
                 break
             self._advance(record, before)
@@ -200,30 +186,17 @@ class Trainer:
         if not stop.is_set():
             self._background.finish()
 
-    def _next_manifest(self, stop: threading.Event) -> Record | None:
-        while not stop.is_set():
-            self._background.check()  # there is no next batch for as long as this version isn't published
-            for record in self._batches.poll(1, POLL_S):
-                if self._is_manifest(record):
-                    return record
-        return None
-
-    def _is_manifest(self, record: Record) -> bool:
-        """By its header: a damaged one is for whoever reads it to name. What else lies here decides nothing."""
-        if kind_of(record.value) is None:
-            try:
-                self._schemas.decode(record.value)  # a newer coordinator's: its schema is known from now on
-            except RecordError as error:
-                log.warning("%s[%d]@%d decides nothing: %s", record.topic, record.partition, record.offset, error)
-        return kind_of(record.value) is Manifest
-
     def _advance(self, record: Record, before: Mapping[str, float]) -> None:
         """1. Fetch and prove; 2. train; 3. wait until the version before is published, and compare with it; 4. commit;
         5. let it be published. `before`: seconds of the version before."""
         with self._timed("fetching"):
-            batch = self._fetch(record, self.version + 1)
+            batch = self._inbox.fetch(record, self.version + 1)
         with self._timed("compute"):
-            report = self._train(batch)
+            try:
+                report = self._train(batch)
+            except (NonFiniteLogprob, NonFiniteGradient) as error:
+                log.error("batch %d was refused: %s", batch.manifest.batch, error)
+                raise
         with self._timed("publishing"):
             self._background.settled()
             changes, served_hash = self._publisher.compare(self._served())
@@ -242,7 +215,7 @@ class Trainer:
         """The version record: from here on the batch has been trained."""
         manifest = batch.manifest
         own_hash = train_hash(*self._state.state_tensors())
-        fingerprint = self._fingerprint(self._by_offset[manifest.settings_offset])
+        fingerprint = self._fingerprint(self._inbox.settings(manifest))
         counts = tuple(GroupCount(g.group_id, g.trained, sum(g.masked.values())) for g in report.groups)
         reused = tuple(GroupCount(g.group_id, g.trained, sum(g.masked.values())) for g in report.reused)
         metrics = _metrics(batch, report) | {
@@ -261,19 +234,6 @@ class Trainer:
             return made
 
         self._policy.write(version)
-
-    def _fetch(self, record: Record, due: int) -> Batch:
-        manifest = expect(record, Manifest)
-        if (manifest.batch, manifest.target) != (due, due - 1):
-            raise InvalidRecord(f"batch {manifest.batch} for version {manifest.target} where batch {due} is due",
-                                record.topic, record.partition, record.offset)  # fmt: skip
-        if manifest.settings_offset not in self._by_offset:
-            self._by_offset = read_policy(self._kafka, self._topics, self._opened).settings
-        if manifest.settings_offset not in self._by_offset:
-            raise InvalidRecord(f"it was decided under settings at policy offset {manifest.settings_offset}, where "
-                                "there are none", record.topic, record.partition, record.offset)  # fmt: skip
-        settings = self._by_offset[manifest.settings_offset]
-        return fetch_batch(self._reader, self._topics, record, settings.staleness)
 
     def _served(self) -> dict[str, delta.Tensor]:
         return delta.as_state(self._state.served_bits(), self._settings.model.dtype)
@@ -312,8 +272,7 @@ class Trainer:
 
     def close(self) -> None:
         self._background.close()
-        self._batches.close()
-        self._reader.close()
+        self._inbox.close()
         self._publisher.close()
         self._transactor.close()
 

@@ -69,9 +69,8 @@ def ppo(logprobs: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor,
     c * |A| where A is negative.
 
     Source: PPO (arXiv:1707.06347), equation 7; decoupled from the behaviour policy, whose ratio is then the weight:
-    "Batch size-invariance for policy optimization" (arXiv:2110.00641), equation 3; bounds apart: DAPO
-    (arXiv:2503.14476), section 3.1; dual clip: "Mastering Complex Control in MOBA Games" (arXiv:1912.09729), equation
-    4.
+    "Batch size-invariance for policy optimization" (arXiv:2110.00641); bounds apart: DAPO (arXiv:2503.14476), section
+    3.1; dual clip: "Mastering Complex Control in MOBA Games" (arXiv:1912.09729).
     """
     used = weights != 0
     _, ratio = _ratio(logprobs, proximal, used)

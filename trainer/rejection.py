@@ -117,7 +117,7 @@ def opsm(tokens: Tokens, log_ratios: torch.Tensor, advantages: torch.Tensor, del
     """Off-policy sequence mask, bool [k]: False for an episode with a negative advantage whose mean log mu - log pi
     exceeds `delta`: pushing down what the policy no longer does only does harm.
 
-    Source: DeepSeek-V3.2 (arXiv:2512.02556), section 3.1.
+    Source: DeepSeek-V3.2 (arXiv:2512.02556), off-policy sequence masking.
     """
     far = tokens.means(-log_ratios) > delta
     return ~(tokens.spread(far) & (advantages < 0))
@@ -127,7 +127,7 @@ def m2_kept(tokens: Tokens, log_ratios: torch.Tensor, limit: float) -> torch.Ten
     """bool [k]: the used tokens that stay when those of the largest squared log-ratio are taken away until the mean
     square of the rest is below `limit`. One at least stays. Over the whole batch; equal ones by their place.
 
-    Source: M2PO (arXiv:2510.01161), section 4, as AReaL applies it: whatever the advantage's sign.
+    Source: M2PO (arXiv:2510.01161), as AReaL applies it: whatever the advantage's sign.
     """
     places = tokens.used.nonzero()[:, 0]
     if not len(places):

@@ -79,10 +79,10 @@ class Scored:
 
     @staticmethod
     def joined(parts: Sequence[Scored]) -> Scored:
-        columns = [np.concatenate([getattr(part, name) for part in parts])
-                   for name in ("current", "behaviour", "log_ratio", "staleness", "correction", "versions", "episode")]
+        columns = {name: np.concatenate([getattr(part, name) for part in parts])
+                   for name in ("current", "behaviour", "log_ratio", "staleness", "correction", "versions", "episode")}
         rejected = {rule: np.concatenate([part.rejected[rule] for part in parts]) for rule in parts[0].rejected}
-        return Scored(*columns, rejected)  # type: ignore[arg-type]
+        return Scored(**columns, rejected=rejected)
 
 
 def group_counts(groups: Sequence[Group], scored: Scored) -> tuple[GroupCounts, ...]:
@@ -125,5 +125,6 @@ def figures(groups: Sequence[Group], scored: Scored) -> dict[str, float]:
         return {}
     tokens = Tokens(torch.from_numpy(scored.episode), used, len(counted(groups)))
     found = mismatch(tokens, torch.from_numpy(scored.current), torch.from_numpy(scored.behaviour))
-    return {"ratio_mean": found.ratio, "kl_k3": found.kl_k3, "chi2": found.chi2,
-            "weight_mean": float(tokens.mean(torch.from_numpy(scored.correction)))}  # fmt: skip
+    values = {"ratio_mean": found.ratio, "kl_k3": found.kl_k3, "chi2": found.chi2,
+              "weight_mean": float(tokens.mean(torch.from_numpy(scored.correction)))}  # fmt: skip
+    return {name: value for name, value in values.items() if np.isfinite(value)}  # k3 isn't clamped

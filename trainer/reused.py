@@ -35,14 +35,14 @@ class ReusedCounts:
     drift: float
 
 
-def share(rule: str, lengths: torch.Tensor, own: int) -> float:
+def share(rule: str, lengths: torch.Tensor, own: int, budget: int = 1) -> float:
     """Of one token of a success with `own` model tokens, in a batch whose counted episodes have `lengths` int64 [e].
 
-    token_mean: 1 / tokens of the batch. sequence_mean: 1 / (episodes of the batch * own).
+    token_mean: 1 / tokens of the batch. sequence_mean: 1 / (episodes of the batch * own). Others: as any token's.
     """
     if rule == "sequence_mean":
         return 1 / (max(1, int((lengths > 0).sum())) * max(1, own))
-    return float(token_shares(rule, lengths)[0])
+    return float(token_shares(rule, lengths, budget)[0])
 
 
 def term(one: Reused, logprobs: torch.Tensor, log_ratio: torch.Tensor, allowed: torch.Tensor, correction: torch.Tensor,

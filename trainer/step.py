@@ -19,7 +19,7 @@ import transformers
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from headrace.schemas.errors import CheckpointError, ModelError, NonFiniteGradient
+from headrace.schemas.errors import CheckpointError, InvalidRecord, ModelError, NonFiniteGradient
 
 from . import corrections
 from .batches import Group, MicroBatch, counted, pack
@@ -30,7 +30,8 @@ from .report import Scored, StepReport, effective, figures, group_counts, lag_st
 from .reused import Reused, ReusedCounts
 from .reused import share as reused_share
 from .reused import term as reused_term
-from .weighing import Begun, StepSettings, batch_advantages, corrected, lengths, minibatches, refuse_non_finite
+from .weighing import Begun, batch_advantages, corrected, lengths, minibatches, refuse_non_finite
+from .weighing import StepSettings as StepSettings
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16, torch.float32: torch.uint32}
@@ -87,13 +88,15 @@ class TrainState:
         """Make the next version from a batch that targets `target_version`, which must be the present one:
         `minibatches` x `epochs` optimizer steps, each on its share of the groups, in the manifest's order.
 
-        Raises NonFiniteLogprob and NonFiniteGradient; then nothing has changed.
+        Raises NonFiniteLogprob, NonFiniteGradient, and InvalidRecord where there is no token; then nothing has changed.
         """
         if target_version != self.version:
             raise ValueError(f"the batch targets version {target_version}, the trainer is at version {self.version}")
         started = time.perf_counter()
         rate = settings.learning_rate * min(1.0, (self.version + 1) / max(1, settings.warmup_versions))
         parts = minibatches(groups, settings.minibatches)
+        if not parts:
+            raise InvalidRecord("the batch holds no token that a model sampled: there is nothing to train")
         kept = self._copied() if settings.optimizer_steps > 1 else None  # a later step may be refused
         passes, norms, reuses, updating = [], [], [], 0.0
         try:
@@ -105,6 +108,7 @@ class TrainState:
                     norms.append(self._clip(settings.max_grad_norm))
                     before = time.perf_counter()
                     self._update(rate, settings)
+                    self._model.zero_grad(set_to_none=True)
                     updating += time.perf_counter() - before
         except Exception:
             if kept is not None:
@@ -225,7 +229,7 @@ class TrainState:
         correction = corrections.weights(
             ratios.exp(), settings.truncate_above, settings.mask_below, settings.mask_above
         )
-        share = reused_share(settings.denominator, lengths(counted(groups)), len(micro.targets))
+        share = reused_share(settings.denominator, lengths(counted(groups)), len(micro.targets), settings.budget)
         total, counts = reused_term(one, logprobs, ratios, allowed, correction, share, settings.reuse_drift_limit)
         if total is None:
             return counts, 0.0
@@ -236,7 +240,9 @@ class TrainState:
     def _reference_logprobs(self, micro: MicroBatch) -> torch.Tensor:
         """Under version 0's served weights, whose model is loaded when it is first asked for."""
         if self._reference is None:
-            model = _load_model(self._model_path).to(DTYPES[self._dtype])  # as they are served
+            model = _load_model(self._model_path)
+            for parameter in model.parameters():  # as they are served; buffers are computed with as they are
+                parameter.copy_(parameter.to(DTYPES[self._dtype]))
             self._reference = model.to(device=self._device, dtype=self._model.dtype)
         return self._logprobs(micro, self._reference)
 

@@ -13,13 +13,15 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import NonFiniteLogprob
+from headrace.schemas.settings import LossSettings
 
 from . import corrections
 from .advantages import EPSILON, advantages, lone
 from .batches import Episode, Group, MicroBatch, counted
 from .corrections import Correction
 from .losses import Objective
-from .reductions import Tokens
+from .reductions import CLAMP, Tokens
+from .rejection import Rejection
 from .report import Scored
 
 
@@ -57,6 +59,17 @@ class StepSettings(Correction, Objective):
     def looks_ahead(self) -> bool:
         """Whether all of the batch is scored on the served weights before any of it is trained."""
         return self.of_the_batch or self.optimizer_steps > 1
+
+
+def loss_rules(loss: LossSettings) -> dict[str, Any]:
+    """The `loss` section as the fields of `StepSettings` that it decides."""
+    return {
+        **loss.model_dump(exclude={"reject", "lone"}),
+        "reject": tuple(Rejection(rule.by, rule.over, rule.below, rule.above) for rule in loss.reject),
+        "lone": loss.lone or "batch_mean",
+        # With bypass the objective's own ratio is that to the behaviour policy; a weight would count it twice.
+        "weigh": not loss.bypass or loss.objective == "reinforce",
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +113,7 @@ def corrected(current: NDArray[np.float64], columns: Mapping[str, NDArray[Any]],
     apart = corrections.difference(torch.from_numpy(current), behaviour)
     found = corrections.correct(tokens, apart, advantage[episode], settings)
     scored = Scored(
-        current, columns["behaviour"], apart.clamp(-corrections.CLAMP, corrections.CLAMP).numpy(), columns["weights"],
+        current, columns["behaviour"], apart.clamp(-CLAMP, CLAMP).numpy(), columns["weights"],
         found.weights.numpy(), columns["versions"], columns["episode"],
         {rule: out.numpy() for rule, out in found.rejected.items()},
     )  # fmt: skip

@@ -36,7 +36,7 @@ class Blobs:
     def put(self, data: bytes) -> Blob:
         """Store the bytes and return what a record says of them. Raises BlobError, SettingsError."""
         checksum = digest(data)
-        address = f"{self.url.rstrip('/')}/{self.run}/{checksum.hex()}"
+        address = f"{self.folder}/{checksum.hex()}"
         store, path = _open(address)
         try:
             if isinstance(store, LocalFileSystem):
@@ -54,6 +54,19 @@ class Blobs:
             raise BlobError(f"blob {address} of {len(data)} bytes can't be written ({_said(error)}): check "
                             "log.blob_url or weights.store_url, and the store behind it") from error  # fmt: skip
         return Blob(address, len(data), checksum)
+
+    @property
+    def folder(self) -> str:
+        return f"{self.url.rstrip('/')}/{self.run}"
+
+    def remove_all(self) -> None:
+        """All of the run's blobs. Raises BlobError, SettingsError."""
+        store, path = _open(self.folder)
+        try:
+            if store.exists(path):
+                store.rm(path, recursive=True)
+        except Exception as error:
+            raise BlobError(f"the blobs below {self.folder} can't be removed ({_said(error)})") from error
 
     def pack(self, payload: GroupPayload) -> list[SampleChunk]:
         """The records of `samples` that carry this payload; what they name has been stored. Raises as `put`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
@@ -131,6 +131,25 @@ def create_topics(config: KafkaConfig, specs: Iterable[TopicSpec], timeout_s: fl
             raise LogError(f"no leader for the topics {', '.join(sorted(missing))} within {timeout_s:g} s")
         time.sleep(0.02)
     return created
+
+
+def delete_topics(config: KafkaConfig, names: Sequence[str], timeout_s: float = 60.0) -> None:
+    """Delete topics, those that are there, and return when no broker shows them any more. Raises LogError."""
+    deadline = time.monotonic() + timeout_s
+    client = admin(config)
+    there = [name for name in names if name in client.list_topics(timeout=timeout_s).topics]
+    if not there:
+        return
+    for name, future in client.delete_topics(there, operation_timeout=timeout_s, request_timeout=timeout_s).items():
+        try:
+            future.result()
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.UNKNOWN_TOPIC_OR_PART:
+                raise LogError(f"topic {name} was not deleted: {reason(error)}") from error
+    while left := set(there) & client.list_topics(timeout=timeout_s).topics.keys():
+        if time.monotonic() > deadline:
+            raise LogError(f"topics {', '.join(sorted(left))} are still there after {timeout_s:g} s")
+        time.sleep(0.05)
 
 
 def partitions(client: Consumer | Producer | AdminClient, topic: str, timeout_s: float = 30.0) -> list[int]:

@@ -163,9 +163,9 @@ def stop_node(stage: Stage) -> str:
 
 
 def rolling_restart(stage: Stage) -> str:
-    for node in stage.broker.nodes:
-        node.stop()
-        stage.restart_node(node.number)
+    for number in range(1, len(stage.broker.nodes) + 1):
+        stage.broker.node(number).stop()  # by its number: settling may have restarted it since
+        stage.restart_node(number)
     return "each node in turn"
 
 

@@ -29,6 +29,7 @@ from headrace.producers.engines.hf import HfEngine
 from headrace.producers.publications import served_state
 from headrace.producers.receiver import Receiver
 from headrace.schemas.codec import decode, encode
+from headrace.schemas.columns import pack_float32
 from headrace.schemas.errors import Fenced, HeadraceError, InvalidRecord, LogError, NonFiniteLogprob, ReplayMismatch
 from headrace.schemas.events import (
     GroupClosed,
@@ -434,6 +435,35 @@ def test_difference_in_replay_stops_the_run_and_says_what_differs(
     for part in ("version 1", recorded.served_hash.hex(), recorded.train_hash.hex(), "Fingerprint", "checkpoint"):
         assert part in str(raised.value)
     assert len(head(run).versions) == 3, "nothing was written"
+
+
+def test_several_optimizer_steps_and_branching_episodes_replay_to_the_same_bits(
+    kafka: Kafka, run_name: str, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each episode's context is compacted: a summary, then an answer under the summary alone."""
+    settings = run_settings(model, loss={"objective": "ppo", "dual_clip": 3.0, "m2_limit": 0.5},
+                            optimizer={"minibatches": 3, "epochs": 2})  # fmt: skip
+    run = SyntheticRun(kafka, run_name, settings)
+    for batch in range(3):
+        rng = np.random.default_rng(batch)
+
+        def compacted(slot: int, rng: np.random.Generator = rng, version: int = batch) -> PayloadEpisode:
+            one = episode(slot, rng.integers(3, 250, 5), rng.integers(3, 250, 4), rng.normal(-5.5, 0.2, 4),
+                          [version] * 4, float(slot % 2))  # fmt: skip
+            summary, answer = one.spans
+            other = replace(answer, tokens=summary.tokens, count=5, versions=(VersionRun(version, 5),),
+                            logprobs=pack_float32(np.full(5, -5.5, np.float32)))  # fmt: skip
+            return replace(one, spans=(summary, answer, replace(summary, parent=0), other))
+
+        run.write_batch([[compacted(slot) for slot in range(4)] for _ in range(3)])
+    train(run, tmp_path / "first", 3)
+    versions = head(run).versions
+    assert [versions[n].metrics["optimizer_steps"] for n in (1, 2, 3)] == [6, 6, 6]
+    assert all(g.trained + g.masked == 4 * 9 for g in versions[1].groups)
+    with caplog.at_level(logging.INFO, logger="headrace.trainer"):
+        train(run, tmp_path / "empty", 3)
+    assert caplog.text.count("both hashes as recorded") == 3
+    run.close()
 
 
 def test_same_offsets_give_the_identical_batch(run: SyntheticRun) -> None:
