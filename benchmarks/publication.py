@@ -271,7 +271,8 @@ def _step(result: Result, broker: Broker, model: str) -> None:
     import torch
 
     from headrace.trainer.batches import Episode, Group
-    from headrace.trainer.step import StepSettings, TrainState
+    from headrace.trainer.step import TrainState
+    from headrace.trainer.weighing import StepSettings
 
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)

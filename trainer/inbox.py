@@ -40,7 +40,7 @@ class Inbox:
         self._manifests = Reader(kafka, {(batches, 0): at})
         self._reader, self._schemas = Reader(kafka), Schemas(kafka, topics)
 
-    def next(self, stop: threading.Event, check: Callable[[], None] = lambda: None) -> Record | None:
+    def next(self, stop: threading.Event, check: Callable[[], object] = lambda: None) -> Record | None:
         """The next manifest as it lies on the log; None once `stop` is set. `check` is asked on the way whether there
         can be one: what it raises ends the wait."""
         while not stop.is_set():

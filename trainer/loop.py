@@ -173,6 +173,7 @@ class Trainer:
         while not stop.is_set() and (stop_at is None or self.version < stop_at):
             before, self._seconds = self._seconds, {}
             with self._timed("waiting"):
+                # There is no next batch for as long as this version isn't published.
                 record = self._inbox.next(stop, self._background.check)
             if record is None:
                 break
