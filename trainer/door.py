@@ -91,8 +91,7 @@ class OpenTrainer:
         head = read_policy(kafka, topics, opened)
         self._versions = head.versions
         self._policy = Policy(topics, self._transactor, head.chain)
-        self._publisher = Publisher(kafka, topics, self._policy, settings.weights.snapshot_every,
-                                    settings.weights.codec)  # fmt: skip
+        self._publisher = Publisher(kafka, topics, self._policy, settings.weights)
         self._publisher.remember(head.publications)
         self._inbox = Inbox(kafka, topics, opened, head)
         self._published = head.published
