@@ -134,16 +134,17 @@ class Trainer:
         self._transactor = Transactor(kafka, topics.transactional_id("trainer"))
         self._chain = Chain(0, digest(open_settings(kafka, topics).value))
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int, path: str = "unused", served_hash: bytes = b"0", algorithm: str = "none") -> None:
+        """`path` and the hash: of a model folder, where a receiver looks."""
         now = int(time.time() * 1000)
         first = Version(**self._chain.link(), writer="trainer", version=version, parent=version - 1,
-                        batch=version or -1, batch_offset=-1, batch_digest=b"", hash_algorithm="none",
-                        served_hash=b"0", train_hash=b"", rho=0.0, rho_tokens=0, groups=(), metrics={},
+                        batch=version or -1, batch_offset=-1, batch_digest=b"", hash_algorithm=algorithm,
+                        served_hash=served_hash, train_hash=b"", rho=0.0, rho_tokens=0, groups=(), metrics={},
                         fingerprint="{}", committed_ms=now)  # fmt: skip
         values = [self._chain.extend(first)]
         then = Publication(**self._chain.link(), writer="trainer", version=version, kind="path", base=-1,
-                           base_hash=b"", hash_algorithm="none", served_hash=b"0", path="unused", chunks=(), size=0,
-                           changed=0, elements=0, published_ms=now)  # fmt: skip
+                           base_hash=b"", hash_algorithm=algorithm, served_hash=served_hash, path=path, chunks=(),
+                           size=0, changed=0, elements=0, published_ms=now)  # fmt: skip
         values.append(self._chain.extend(then))
         self._transactor.send([Output(self._topic, 0, value) for value in values])
 
