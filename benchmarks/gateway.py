@@ -109,7 +109,7 @@ def _scripted(kafka: Mapping[str, Any], scratch: Path, folder: Path, load: Load,
         for subject, seconds in cost.items():
             result.row("requests per second per core", subject,
                        harness.spread([load.requests / one for one in seconds]), "requests/s")  # fmt: skip
-        return _altered(kafka, topics, working)
+        return _altered(kafka, topics, folder, working)
 
 
 def _latency_rows(late: Mapping[str, Sequence[Lateness]], result: Result) -> None:
@@ -219,11 +219,12 @@ def _cpu_s(process: Started, url: str, talks: Sequence[Talk] | None, load: Load)
     return process.cpu_s() - before
 
 
-def _altered(kafka: Mapping[str, Any], topics: RunTopics, talks: Sequence[Talk]) -> int:
+def _altered(kafka: Mapping[str, Any], topics: RunTopics, folder: Path, talks: Sequence[Talk]) -> int:
     """Texts that were streamed and aren't the tokens of a model span on the log, or the other way round."""
+    model = ModelFolder(folder, "bfloat16")  # its tokenizer has a character of its own for each of these tokens
     deadline, expected = time.monotonic() + 60, sorted(text for talk in talks for text in talk.texts)
     while True:
-        found = sorted("".join(map(chr, span.token_ids().tolist())) for span in _spans(kafka, topics)
+        found = sorted(model.decode(span.token_ids().tolist()) for span in _spans(kafka, topics)
                        if span.source == Source.MODEL)  # fmt: skip
         if len(found) >= len(expected) or time.monotonic() > deadline:
             return sum(a != b for a, b in zip(found, expected, strict=False)) + abs(len(found) - len(expected))
@@ -312,7 +313,7 @@ def _gateway(kafka: Mapping[str, Any], scratch: Path, folder: Path, run: str, re
     """A gateway with its run: version 0 published, assembler and coordinator as processes."""
     rules = settings().model_dump(mode="json")
     rules["model"] = {"path": str(folder), "max_length": 4096}
-    rules["rollout"] |= {"agent_timeout_s": DAY_S, "no_progress_s": DAY_S}
+    rules["rollout"] |= {"agent_timeout_s": DAY_S, "no_progress_s": DAY_S, "max_new_tokens": 1024}
     topics = create(kafka, run, RunSettings.model_validate(rules))
     trainer = Trainer(kafka, topics)
     state = delta.as_state(ModelFolder(folder, "bfloat16").bits, "bfloat16")
