@@ -313,7 +313,7 @@ def _gateway(kafka: Mapping[str, Any], scratch: Path, folder: Path, run: str, re
     """A gateway with its run: version 0 published, assembler and coordinator as processes."""
     rules = settings().model_dump(mode="json")
     rules["model"] = {"path": str(folder), "max_length": 4096}
-    rules["rollout"] |= {"agent_timeout_s": DAY_S, "no_progress_s": DAY_S, "max_new_tokens": 1024}
+    rules["rollout"] |= {"agent_timeout_s": DAY_S, "no_progress_s": DAY_S, "max_new_tokens": 3500}
     topics = create(kafka, run, RunSettings.model_validate(rules))
     trainer = Trainer(kafka, topics)
     state = delta.as_state(ModelFolder(folder, "bfloat16").bits, "bfloat16")
