@@ -16,6 +16,7 @@ from headrace.schemas.events import (
     EpisodeStarted,
     Event,
     Heartbeat,
+    Lease,
     Manifest,
     Publication,
     Span,
@@ -79,6 +80,8 @@ class Streams:
         self.version = 0
         self._admitted: list[int] = []
         self._names: dict[int, str] = {}
+        self._leased: dict[int, int] = {}  # slots of a group
+        self._bounded = max_lag is not None
         self._indexes: dict[str, int] = {}
         self._observe(FLEET, Heartbeat("w", INCARNATION, 0, capacity, 0, True, "{}", {}))
         self._publish(0, -1)
@@ -102,8 +105,9 @@ class Streams:
         closed = self._feed(EpisodeEnded(name, slot, 0, INCARNATION, 2, Outcome.MODEL_SUCCESS, "stop", "none",
                                          float(slot % 2), {}, (), None, 0, {}))  # fmt: skip
         # A closure moves its group from the open ones to the candidates: no room comes of it, and nothing is decided
-        # before there are candidates for a batch.
-        return self._decide() if closed and len(self._coordinator.batching.candidates) >= self._groups else []
+        # before there are candidates for a batch. Without a bound on the lag, each slot that ends gives room for one.
+        due = closed and len(self._coordinator.batching.candidates) >= self._groups
+        return self._decide() if due or not self._bounded else []
 
     # ------------------------------------------------------------------------------------------------- the log
 
@@ -132,9 +136,12 @@ class Streams:
         while decision := self._coordinator.decide(self.now_ms):
             for lease in decision.trajectories:
                 self._feed(lease)
-                if getattr(lease, "opens", False):
-                    index = int(lease.task.id)  # type: ignore[union-attr]
-                    self._names[index], self._indexes[lease.group] = lease.group, index
+                assert isinstance(lease, Lease), f"a slot was given up: {lease}"
+                index = int(lease.task.id)
+                self._names[index], self._indexes[lease.group] = lease.group, index
+                # Where the worker's capacity is the only bound, a group may be leased in parts.
+                self._leased[index] = self._leased.get(index, 0) + len(lease.assignments)
+                if self._leased[index] == lease.spec.slots:
                     self._admitted.append(index)
             for entry, _ in decision.batches:
                 assert isinstance(entry, Manifest), f"a group was disposed of: {entry}"
