@@ -59,7 +59,7 @@ class Load:
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:
-    load = Load(20, 6, 40, 1) if options.quick else Load(500, 30, 1000, 3)
+    load = Load(20, 6, 40, 1) if options.quick else Load(500, 20, 600, 2)
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch, harness.temporary_broker() as broker:
         kafka = harness.kafka_of(broker)
         folder = tiny_model(Path(scratch) / "model")

@@ -71,7 +71,7 @@ def test_batches_decided_after_a_change_go_by_it_also_after_restarts_and_the_led
     assert first.changes == {"batch.groups": (groups, groups + 1),
                              "optimizer.learning_rate": (run.settings.optimizer.learning_rate, 0.5)}  # fmt: skip
     thread.join()
-    assert run.version >= 8
+    run.until(run.version + 3)  # on a slow machine nothing may have been decided since the change
     second = change(run.kafka, run.topics, {"batch.groups": groups + 2})
     run.until(run.version + 4)
     manifests = [manifest for _, manifest in events(run, BATCHES, Manifest)]

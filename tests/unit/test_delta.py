@@ -496,7 +496,7 @@ def test_applying_holds_one_decoded_chunk_beside_the_compressed_delta(
     assert same(served, new)
     assert streamed < one + 600_000, "the buffers of the hash, too"
     assert streamed < held
-    assert held < 8 * head.changed + one, "4 bytes and the value for each"
+    assert held < one + 600_000 + 8 * head.changed, "4 bytes and the value for each, beside that"
 
 
 def test_audit_names_the_tensor_and_the_bit_that_went_wrong() -> None:
