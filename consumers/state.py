@@ -5,16 +5,15 @@ Processes are known by what they write: a worker by its heartbeats, the others b
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.schemas.events import FleetTick, Lease, SettingsChanged
-from headrace.schemas.settings import RunSettings, changed
+from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import BATCHES, GROUPS, POLICY, TASKS
+from headrace.streams.log.policy import in_force
 
 from .facts import Fact
 from .tables import batches, groups, replicas, versions
@@ -77,7 +76,8 @@ class State:
 
 def state(facts: Sequence[Fact[Any]], settings: RunSettings, now_ms: int, dead_letters: int) -> State:
     """`settings`: those that the run was created with."""
-    settings = _in_force(facts, settings)
+    settings = in_force(settings, ((fact.offset, fact.event) for fact in facts
+                                   if isinstance(fact.event, SettingsChanged)))  # fmt: skip
     rows = groups(facts)
     opened = {fact.event.group: fact.timestamp_ms for fact in reversed(facts) if isinstance(fact.event, Lease)}
     running = [opened[row["id"]] for row in rows if row["closure"] == "open" and row["id"] in opened]
@@ -106,14 +106,6 @@ def state(facts: Sequence[Fact[Any]], settings: RunSettings, now_ms: int, dead_l
                  for role in ("assembler", "coordinator", "trainer")},
         dead_letters=dead_letters,
     )  # fmt: skip
-
-
-def _in_force(facts: Sequence[Fact[Any]], settings: RunSettings) -> RunSettings:
-    for fact in facts:
-        if isinstance(fact.event, SettingsChanged):
-            with contextlib.suppress(ValueError):  # it decided nothing: nobody could go by it
-                settings = changed(settings, json.loads(fact.event.changes))
-    return settings
 
 
 def _roles(fact: Fact[Any]) -> list[str]:

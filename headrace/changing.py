@@ -15,15 +15,11 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from headrace.schemas.chain import Chain
-from headrace.schemas.codec import decode
-from headrace.schemas.errors import RecordError, SettingsError
-from headrace.schemas.events import Authored, SettingsChanged
-from headrace.schemas.hashes import digest
+from headrace.schemas.errors import SettingsError
+from headrace.schemas.events import SettingsChanged
 from headrace.schemas.settings import changed
 from headrace.schemas.topics import POLICY, RunTopics
 from headrace.streams.log import policy
-from headrace.streams.log.reader import Record
 from headrace.streams.log.transactions import Output, Transactor
 
 from .plain import dumps
@@ -47,9 +43,7 @@ def set_command(
     config: ConfigOption = None,
 ) -> None:  # fmt: skip
     """Change run settings from the next manifest on: learning rate, max_lag, staleness and loss, deadlines."""
-    site = load_site(config)
-    if bootstrap:
-        site = site.model_copy(update={"kafka": {**site.kafka, "bootstrap.servers": bootstrap}})
+    site = load_site(config, bootstrap)
     found = change(kafka_config(site), RunTopics(run, site.prefix), parsed(changes))
     if as_json:
         rows = {key: {"was": was, "is": now} for key, (was, now) in found.changes.items()}
@@ -91,7 +85,7 @@ def change(kafka: Mapping[str, Any], topics: RunTopics, changes: Mapping[str, An
     transactor = Transactor(kafka, topics.transactional_id(WRITER))
     try:
         records = policy.settled_records(kafka, topics)
-        before = policy.in_force(opened, records)
+        before = policy.in_force(opened.settings, policy.settings_changes(records))
         try:
             after = changed(before, changes)
         except ValidationError as error:
@@ -103,22 +97,10 @@ def change(kafka: Mapping[str, Any], topics: RunTopics, changes: Mapping[str, An
         differing = {key: (was[key], now[key]) for key in changes if was[key] != now[key]}
         if not differing:
             return Change({}, None)
-        chain = _chain(records, opened.value)
+        chain = policy.chain_of(WRITER, records)
         event = SettingsChanged(**chain.link(), writer=WRITER, changed_ms=int(time.time() * 1000),
                                 changes=json.dumps({key: now for key, (_, now) in differing.items()}))  # fmt: skip
         (offset,) = transactor.send([Output(topics.name(POLICY), 0, chain.extend(event))])
         return Change(differing, offset)
     finally:
         transactor.close()
-
-
-def _chain(records: Sequence[Record], created: bytes) -> Chain:
-    """Where the chain of this writer ends; it begins at the run's first record."""
-    for record in reversed(records):
-        try:
-            event = decode(record.value)
-        except RecordError:
-            continue  # the ledger names it
-        if isinstance(event, Authored) and event.writer == WRITER:
-            return Chain.after(event, record.value or b"")
-    return Chain(0, digest(created))

@@ -131,9 +131,7 @@ def start(
         die_with_parent(parent)
     if role not in ROLES:
         raise SettingsError(f"no role {role!r}: use one of {', '.join(ROLES)}")
-    site = load_site(config)
-    if bootstrap:
-        site = site.model_copy(update={"kafka": {**site.kafka, "bootstrap.servers": bootstrap}})
+    site = load_site(config, bootstrap)
     if stop_at is not None:
         site = site.model_copy(update={"stop_at": stop_at})
     if port is not None:

@@ -13,14 +13,12 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from headrace.schemas.chain import Chain
-from headrace.schemas.codec import decode, own_schemas
-from headrace.schemas.errors import Fenced, ModelError, RecordError, RunConflict, SettingsError
-from headrace.schemas.events import Authored, RunCreated, SchemaAdded
+from headrace.schemas.codec import own_schemas
+from headrace.schemas.errors import Fenced, ModelError, RunConflict, SettingsError
+from headrace.schemas.events import RunCreated, SchemaAdded
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import POLICY, RunTopics
 from headrace.streams.log import clients, policy
-from headrace.streams.log.reader import Record
 from headrace.streams.log.transactions import Output, Transactor
 
 from .settings import differences
@@ -65,11 +63,12 @@ def _write(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings) -
         records = policy.settled_records(kafka, topics)
         if records:
             opened = policy.open_settings(kafka, topics)
-            if settings != policy.in_force(opened, records):  # a file may say what `headrace set` changed, or not
+            # A file may say what `headrace set` changed, or not.
+            if settings != policy.in_force(opened.settings, policy.settings_changes(records)):
                 _same(opened.settings, settings, topics)
         known = {event.fingerprint for event in policy.announced(records)}
         new = [schema for schema in own_schemas() if schema[1] not in known]
-        chain = _chain(records)
+        chain = policy.chain_of(WRITER, records)
         values = []
         if not records:
             created = RunCreated(**chain.link(), writer=WRITER, run=topics.run, settings=settings.model_dump_json(),
@@ -85,18 +84,6 @@ def _write(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings) -
         return not records
     finally:
         transactor.close()
-
-
-def _chain(records: list[Record]) -> Chain:
-    """Where the chain of this writer ends."""
-    for record in reversed(records):
-        try:
-            event = decode(record.value)
-        except RecordError:
-            continue  # the ledger names it
-        if isinstance(event, Authored) and event.writer == WRITER:
-            return Chain.after(event, record.value or b"")
-    return Chain()
 
 
 def _check_replication(kafka: Mapping[str, Any], topics: RunTopics, copies: int) -> None:

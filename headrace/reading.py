@@ -200,9 +200,7 @@ def letters_row(letters: DeadLetters) -> dict[str, Any]:
 
 
 def _site(bootstrap: str | None, config: Path | None) -> tuple[dict[str, Any], str]:
-    site = load_site(config)
-    if bootstrap:
-        site = site.model_copy(update={"kafka": {**site.kafka, "bootstrap.servers": bootstrap}})
+    site = load_site(config, bootstrap)
     return kafka_config(site), site.prefix
 
 

@@ -18,7 +18,7 @@ import typer
 from headrace.schemas.errors import RunBusy
 from headrace.schemas.topics import FLEET, POLICY, RunTopics
 from headrace.streams.log import clients
-from headrace.streams.log.blobs import Blobs, open_blobs
+from headrace.streams.log.blobs import Blobs, stores
 from headrace.streams.log.policy import open_settings
 from headrace.streams.log.reader import end_offsets, read_backwards
 
@@ -39,20 +39,19 @@ def delete_command(
     bootstrap: Bootstrap = None,
     config: ConfigOption = None,
 ) -> None:
-    """Delete a run: its topics, its blobs, and its checkpoints and logs on this machine. Exit 1 without --yes."""
-    site = load_site(config)
-    if bootstrap:
-        site = site.model_copy(update={"kafka": {**site.kafka, "bootstrap.servers": bootstrap}})
+    """Delete a run: topics, blobs, stored weights, and its checkpoints and logs on this machine. Exit 1 without --yes.
+    """
+    site = load_site(config, bootstrap)
     topics = RunTopics(run, site.prefix)
     found = belongings(kafka := kafka_config(site), topics, state_dir(site, run))
     if yes:
         remove(kafka, topics, found)
     if as_json:
         say([dumps({"run": run, "deleted": yes, "topics": list(found.topics), "state": str(found.state or "") or None,
-                    "blobs": found.blobs.folder if found.blobs else None})])  # fmt: skip
+                    "blobs": [one.folder for one in found.blobs]})])  # fmt: skip
     else:
         said = [*found.topics, *([str(found.state)] if found.state else []),
-                *([f"{found.blobs.folder}/*"] if found.blobs else [])]  # fmt: skip
+                *(f"{one.folder}/*" for one in found.blobs)]  # fmt: skip
         say([f"run {run} is deleted:" if yes else f"with --yes, run {run} would be deleted for good:",
              *(f"  {one}" for one in said)])  # fmt: skip
     raise typer.Exit(0 if yes else 1)
@@ -60,28 +59,29 @@ def delete_command(
 
 @dataclass(frozen=True, slots=True)
 class Belongings:
-    """What there is of a run: topics, a folder on this machine, a blob store."""
+    """What there is of a run: topics, a folder on this machine, blobs and weights in stores."""
 
     topics: tuple[str, ...]
     state: Path | None
-    blobs: Blobs | None
+    blobs: list[Blobs]
 
 
 def belongings(kafka: Mapping[str, Any], topics: RunTopics, state: Path) -> Belongings:
     """Raises RunNotFound."""
-    log = open_settings(kafka, topics).settings.log
+    settings = open_settings(kafka, topics).settings
     there = clients.admin(kafka).list_topics(timeout=30.0).topics
-    names = [spec.name for spec in topics.specs(log.partitions, log.replication) if spec.name in there]
+    specs = topics.specs(settings.log.partitions, settings.log.replication)
+    names = [spec.name for spec in specs if spec.name in there]
     names.sort(key=lambda name: name == topics.name(POLICY))
-    return Belongings(tuple(names), state if state.is_dir() else None, open_blobs(log, topics.run))
+    return Belongings(tuple(names), state if state.is_dir() else None, stores(settings, topics.run))
 
 
 def remove(kafka: Mapping[str, Any], topics: RunTopics, found: Belongings) -> None:
     """Raises RunBusy where processes of the run are at work, LogError or BlobError where something can't be removed;
     calling again goes on."""
     _check_idle(kafka, topics)
-    if found.blobs is not None:
-        found.blobs.remove_all()
+    for one in found.blobs:
+        one.remove_all()
     if found.state is not None:
         shutil.rmtree(found.state)
     clients.delete_topics(kafka, [name for name in found.topics if name != topics.name(POLICY)])

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.schemas.errors import (
     BlobDamaged,
@@ -36,6 +36,9 @@ from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import RunTopics
 
 from .settings import SiteSettings, state_dir
+
+if TYPE_CHECKING:
+    from headrace.producers.engines.opening import EngineChoice
 
 FINAL = 3
 _FINAL_ERRORS = (SettingsError, RunNotFound, ModelError, NoProgress, TasksExhausted, NonFiniteLogprob, ReplayMismatch,
@@ -64,12 +67,15 @@ def _coordinator(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSetti
 
 def _worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings,
             stop: threading.Event, name: str | None) -> None:  # fmt: skip
-    from headrace.producers.engines.opening import EngineChoice
     from headrace.producers.worker import run_worker
 
-    choice = EngineChoice(site.engine, site.slots, site.device, site.replicas, site.replica_model,
-                          site.replica_key_file)  # fmt: skip
-    run_worker(kafka, topics, settings, stop, choice, name=name, threads=site.worker_threads)
+    run_worker(kafka, topics, settings, stop, _engine(site), name=name, threads=site.worker_threads)
+
+
+def _engine(site: SiteSettings) -> EngineChoice:
+    from headrace.producers.engines.opening import EngineChoice
+
+    return EngineChoice(site.engine, site.slots, site.device, site.replicas, site.replica_model, site.replica_key_file)
 
 
 def _trainer(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings,
@@ -83,7 +89,6 @@ def _trainer(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings,
 def _gateway(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings,
              stop: threading.Event, name: str | None) -> None:  # fmt: skip
     try:
-        from headrace.producers.engines.opening import EngineChoice
         from headrace.producers.gateway.serving import Place, run_gateway
     except ImportError as error:
         raise SettingsError(f"the gateway needs {error.name}: install headrace[gateway]") from error
@@ -91,9 +96,7 @@ def _gateway(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings,
     here = site.gateway
     token_file = Path(here.token_file) if here.token_file else state_dir(site, topics.run) / "gateway.token"
     place = Place(here.host, here.port, here.public_url, token_file, here.on_update, here.orphan_grace_s)
-    choice = EngineChoice(site.engine, site.slots, site.device, site.replicas, site.replica_model,
-                          site.replica_key_file)  # fmt: skip
-    run_gateway(kafka, topics, settings, stop, place, choice, name=name, threads=site.worker_threads)
+    run_gateway(kafka, topics, settings, stop, place, _engine(site), name=name, threads=site.worker_threads)
 
 
 ROLES: dict[str, Role] = {

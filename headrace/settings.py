@@ -122,12 +122,12 @@ def load_config(file: Path) -> Config:
     return config
 
 
-def load_site(file: Path | None) -> SiteSettings:
-    """The `[site]` part of a file alone; the defaults without one."""
-    if file is None:
-        return SiteSettings()
-    site = _validated(_SITE_ONLY, _read(file), file).site  # type: ignore[attr-defined]
+def load_site(file: Path | None, bootstrap: str | None = None) -> SiteSettings:
+    """The `[site]` part of a file alone; the defaults without one. `bootstrap`: Kafka's address, over the file's."""
+    site = SiteSettings() if file is None else _validated(_SITE_ONLY, _read(file), file).site  # type: ignore[attr-defined]
     assert isinstance(site, SiteSettings)
+    if bootstrap:
+        site = site.model_copy(update={"kafka": {**site.kafka, "bootstrap.servers": bootstrap}})
     return site
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -26,17 +25,7 @@ from headrace.schemas.topics import GROUPS
 
 from .assembler import Closed, Effect, Fold, RecordLike, Refused
 from .clock import LogClock
-
-
-class Addressed(Protocol):
-    @property
-    def topic(self) -> str: ...
-    @property
-    def partition(self) -> int: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def value(self) -> bytes | None: ...
+from .log.reader import Record
 
 
 @dataclass(slots=True)
@@ -59,7 +48,7 @@ class Progress:
     _crcs: list[int] = field(default_factory=list)
 
     @classmethod
-    def recover(cls, newest_first: Iterable[Addressed], read: Callable[[bytes | None], Event] = decode) -> Progress:
+    def recover(cls, newest_first: Iterable[Record], read: Callable[[bytes | None], Event] = decode) -> Progress:
         """From a partition of `groups`, read backwards as far as is needed.
 
         Raises InvalidRecord where a record of ours is missing, altered or repeated on the way: what it said might
@@ -67,7 +56,7 @@ class Progress:
         """
         progress, position = cls(), None
         above: tuple[int, bytes] | None = None  # what the record met last says of the one before it
-        last: Addressed | None = None
+        last: Record | None = None
         for one in newest_first:
             try:
                 record = read(one.value)
@@ -155,7 +144,7 @@ class Progress:
         self.pending, self._offsets, self._crcs = [], [], []
 
 
-def _broken(at: Addressed, what: str) -> InvalidRecord:
+def _broken(at: Record, what: str) -> InvalidRecord:
     return InvalidRecord(f"{what}: a record was lost, altered or written by another program, and `headrace ledger` "
                          "says which; restore the topic from a copy, or go on in a new run",
                          at.topic, at.partition, at.offset)  # fmt: skip

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from headrace.broker import Broker, broker_status, start_broker, stop_broker
+from tests.command import Command
 
 _numbers = itertools.count(1)
 
@@ -46,6 +47,13 @@ def cluster(_cluster: Broker) -> Broker:
             found = found.start_node(node.number, owner=True)
     found.wait_in_sync()
     return found
+
+
+@pytest.fixture
+def headrace(kafka: dict[str, str | int | bool], monkeypatch: pytest.MonkeyPatch,
+             capsys: pytest.CaptureFixture[str]) -> Command:  # fmt: skip
+    """The command line, on the session's broker."""
+    return Command(str(kafka["bootstrap.servers"]), monkeypatch, capsys)
 
 
 @pytest.fixture

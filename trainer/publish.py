@@ -7,7 +7,6 @@ when the publication is on the log.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -19,13 +18,12 @@ from headrace.schemas import delta
 from headrace.schemas.chain import Chain
 from headrace.schemas.codec import decode
 from headrace.schemas.errors import InvalidRecord, LogError, UndecodableRecord
-from headrace.schemas.events import Authored, Publication, SettingsChanged, Version
+from headrace.schemas.events import Authored, Publication, Version
 from headrace.schemas.hashes import digest
-from headrace.schemas.settings import RunSettings, WeightSettings, changed
+from headrace.schemas.settings import RunSettings, WeightSettings
 from headrace.schemas.topics import POLICY, WEIGHTS, RunTopics
 from headrace.streams.log.blobs import open_weights
-from headrace.streams.log.policy import Opened, settled_end
-from headrace.streams.log.reader import Reader, beginning_offsets
+from headrace.streams.log.policy import Opened, settings_changes, settings_from, settled_records
 from headrace.streams.log.transactions import Output, Transactor
 
 from .sending import Sender
@@ -59,30 +57,27 @@ def read_policy(kafka: Mapping[str, Any], topics: RunTopics, opened: Opened) -> 
     """All of `policy`. A record that is no one's, or asks for settings that can't be, decides nothing, as it decided
     nothing for the coordinator. Raises InvalidRecord where the trainer's chain or the sequence of versions is broken.
     """
-    name = topics.name(POLICY)
-    head = PolicyHead({opened.offset: opened.settings}, Chain(0, digest(opened.value)))
-    with Reader(kafka) as reader:
-        for record in reader.read(name, 0, beginning_offsets(kafka, name)[0], settled_end(kafka, topics)):
-            where = (name, 0, record.offset)
-            try:
-                event = decode(record.value)
-                if isinstance(event, SettingsChanged):
-                    newest = head.settings[max(head.settings)]
-                    head.settings[record.offset] = changed(newest, json.loads(event.changes))
-            except (UndecodableRecord, ValueError) as error:
-                log.warning("%s[%d]@%d decides nothing: %s", *where, error)
-                continue
-            if not isinstance(event, Version | Publication):
-                continue
-            if (event.number, event.previous) != (head.chain.number, head.chain.previous):
-                raise InvalidRecord(f"record {event.number} of the trainer doesn't follow the one before it", *where)
-            head.chain = Chain.after(event, record.value or b"")
-            if isinstance(event, Publication):
-                head.publications.append(event)
-            elif event.version != head.committed + 1:
-                raise InvalidRecord(f"version {event.version} where {head.committed + 1} is due", *where)
-            else:
-                head.versions[event.version] = event
+    records = settled_records(kafka, topics)
+    settings = settings_from(opened.settings, opened.offset, settings_changes(records))
+    head = PolicyHead(settings, Chain(0, digest(opened.value)))
+    for record in records:
+        where = (record.topic, record.partition, record.offset)
+        try:
+            event = decode(record.value)
+        except UndecodableRecord as error:
+            log.warning("%s[%d]@%d decides nothing: %s", *where, error)
+            continue
+        if not isinstance(event, Version | Publication):
+            continue
+        if (event.number, event.previous) != (head.chain.number, head.chain.previous):
+            raise InvalidRecord(f"record {event.number} of the trainer doesn't follow the one before it", *where)
+        head.chain = Chain.after(event, record.value or b"")
+        if isinstance(event, Publication):
+            head.publications.append(event)
+        elif event.version != head.committed + 1:
+            raise InvalidRecord(f"version {event.version} where {head.committed + 1} is due", *where)
+        else:
+            head.versions[event.version] = event
     return head
 
 

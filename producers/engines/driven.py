@@ -10,16 +10,18 @@ import abc
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.schemas.errors import EngineError, ReplicaLost
 
 from . import GenerationRequest, Progress, check_request
+from .served import ModelFolder, read_only
 
 log = logging.getLogger("headrace.engines.driven")
 
@@ -40,10 +42,12 @@ class ActiveRequest:
 
 
 class LoopEngine(abc.ABC):
-    """`submit`, `cancel`, `step` and `close` of an `Engine` whose requests run on a loop."""
+    """What of an `Engine` is the same wherever its requests run on a loop: all but how tokens and updates come about.
+    `slots`: requests that decode at once."""
 
-    def __init__(self, vocabulary: int, max_tokens: int):
-        self._vocabulary, self._max_tokens = vocabulary, max_tokens
+    def __init__(self, folder: ModelFolder, slots: int, max_tokens: int):
+        self._folder, self._slots, self._max_tokens = folder, slots, max_tokens
+        self._version = 0
         self._active: dict[str, ActiveRequest] = {}
         self._arrived = threading.Condition()
         self._out: list[tuple[ActiveRequest, Progress]] = []
@@ -51,11 +55,6 @@ class LoopEngine(abc.ABC):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=type(self).__name__, daemon=True)
         self._thread.start()
-
-    @property
-    @abc.abstractmethod
-    def version(self) -> int:
-        """As in `Engine`."""
 
     @abc.abstractmethod
     def _generate(self, request: GenerationRequest) -> AsyncIterator[Progress]:
@@ -67,16 +66,37 @@ class LoopEngine(abc.ABC):
         """Free what was opened on the loop, after every request's task has ended."""
 
     @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def capacity(self) -> int:
+        return self._slots
+
+    @property
     def active(self) -> int:
         return len(self._active)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return self._folder.eos_ids
+
+    def served_arrays(self) -> dict[str, NDArray[Any]]:
+        return read_only(self._folder.bits)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return self._folder.encode_chat(messages)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._folder.decode(ids)
 
     def submit(self, request: GenerationRequest) -> None:
         if request.request_id in self._active:
             raise EngineError(f"request {request.request_id!r} is already active: use another id")
-        check_request(request, self._vocabulary, self._max_tokens)
+        check_request(request, self._folder.vocabulary, self._max_tokens)
         self._check_alive()
         # A token that the model doesn't have can't be sampled, and vLLM refuses to look out for it.
-        possible = frozenset(i for i in request.stop_ids if 0 <= i < self._vocabulary)
+        possible = frozenset(i for i in request.stop_ids if 0 <= i < self._folder.vocabulary)
         if possible != request.stop_ids:
             request = replace(request, stop_ids=possible)
         active = self._active[request.request_id] = ActiveRequest(request)

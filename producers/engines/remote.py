@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol
-
-from numpy.typing import NDArray
+from typing import Protocol
 
 from headrace.schemas.errors import ReplicaLost
 
@@ -19,7 +17,7 @@ from ..replicas import Limits, Pool
 from . import Changes, GenerationRequest, Progress, Replica, ReplicaHealth
 from .driven import LoopEngine
 from .probe import TEXTS, probe_replica
-from .served import ModelFolder, check_changes, read_only, refuse_nan, whole, write_changes
+from .served import ModelFolder, check_changes, refuse_nan, whole, write_changes
 
 log = logging.getLogger("headrace.engines.remote")
 
@@ -45,8 +43,7 @@ class RemoteEngine(LoopEngine):
 
     def __init__(self, replicas: Sequence[UpdatableReplica], folder: ModelFolder, *, slots: int, max_tokens: int,
                  facts: Mapping[str, str], limits: Limits | None = None) -> None:  # fmt: skip
-        super().__init__(folder.vocabulary, max_tokens)
-        self._folder, self._slots, self._version = folder, slots, 0
+        super().__init__(folder, slots, max_tokens)
         self._facts = {"dtype": folder.dtype, **facts}
         self._replicas = {one.name: one for one in replicas}
         self._probes = [folder.encode_chat([{"role": "user", "content": text}]) for text in TEXTS]
@@ -61,18 +58,6 @@ class RemoteEngine(LoopEngine):
             raise
 
     @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def capacity(self) -> int:
-        return self._slots
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        return self._folder.eos_ids
-
-    @property
     def pool(self) -> Pool:
         return self._pool
 
@@ -80,9 +65,6 @@ class RemoteEngine(LoopEngine):
     def unrouted(self) -> bool:
         """Whether everything that it has to do waits for a replica that may serve."""
         return self._pool.waiting >= max(1, self.active)
-
-    def served_arrays(self) -> dict[str, NDArray[Any]]:
-        return read_only(self._folder.bits)
 
     def apply(self, version: int, changes: Changes) -> None:
         check_changes(version, self._version, self._folder.bits, changes)
@@ -92,12 +74,6 @@ class RemoteEngine(LoopEngine):
 
     def fingerprint(self) -> dict[str, str]:
         return dict(self._facts)
-
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return self._folder.encode_chat(messages)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._folder.decode(ids)
 
     # ------------------------------------------------------------------------------------------------ on the loop
 

@@ -10,18 +10,17 @@ from __future__ import annotations
 import itertools
 import os
 import platform
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headrace.schemas.errors import EngineError, ModelError, ReplicaLost
 
 from . import Changes, Finished, GenerationRequest, Progress
 from .driven import LoopEngine
-from .served import ModelFolder, check_changes, messages, read_only, refuse_nan, whole, write_changes
+from .served import ModelFolder, check_changes, messages, refuse_nan, whole, write_changes
 
 T = TypeVar("T")
 
@@ -51,11 +50,10 @@ class VllmEngine(LoopEngine):
         compute_dtype: str = "float32",
         device: str = "cpu",
     ) -> None:
-        self._folder = folder = ModelFolder(model_path, dtype)
+        folder = ModelFolder(model_path, dtype)
         max_tokens = min(max_tokens, folder.positions or max_tokens)  # vLLM insists
-        super().__init__(folder.vocabulary, max_tokens)
+        super().__init__(folder, slots, max_tokens)
         self._bits, self._dtype = folder.bits, dtype
-        self._slots, self._version = slots, 0
         self._numbers = itertools.count()
         self._facts = {"engine": "vllm", "dtype": dtype, "compute_dtype": compute_dtype, "device": device}
         for name, value in {**ENVIRONMENT, **(CPU_ENVIRONMENT if device == "cpu" else {})}.items():
@@ -84,21 +82,6 @@ class VllmEngine(LoopEngine):
 
     # --- what is served -------------------------------------------------------------------------------------------
 
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def capacity(self) -> int:
-        return self._slots
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        return self._folder.eos_ids
-
-    def served_arrays(self) -> dict[str, NDArray[Any]]:
-        return read_only(self._bits)
-
     def apply(self, version: int, changes: Changes) -> None:
         check_changes(version, self._version, self._bits, changes)
         refuse_nan(version, changes, self._dtype)
@@ -121,12 +104,6 @@ class VllmEngine(LoopEngine):
             "threads": str(torch.get_num_threads()),
             "machine": platform.machine(),
         }
-
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return self._folder.encode_chat(messages)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._folder.decode(ids)
 
     # --- on the loop ----------------------------------------------------------------------------------------------
 

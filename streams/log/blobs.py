@@ -22,7 +22,7 @@ from headrace.schemas.errors import BlobDamaged, BlobError, BlobLost, SettingsEr
 from headrace.schemas.events import Blob, EpisodeEnded, GroupPayload, SampleChunk, Span
 from headrace.schemas.hashes import digest
 from headrace.schemas.payload import split
-from headrace.schemas.settings import LogSettings
+from headrace.schemas.settings import LogSettings, RunSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +119,14 @@ class WeightStore:
     @property
     def _folder(self) -> str:
         return f"{self.run}/weights"
+
+
+def stores(settings: RunSettings, run: str) -> list[Blobs]:
+    """All that a run may have put into stores. Raises SettingsError where one can't be opened here."""
+    urls = dict.fromkeys(url for url in (settings.log.blob_url, settings.weights.store_url) if url is not None)
+    for url in urls:
+        _open(url)
+    return [Blobs(url, run, settings.log.blob_bytes) for url in urls]
 
 
 def get(blob: Blob) -> bytes:

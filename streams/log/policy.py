@@ -10,14 +10,17 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from pydantic import ValidationError
 
+from headrace.schemas.chain import Chain
 from headrace.schemas.codec import decode, kind_of, knows, learn, own_schemas
 from headrace.schemas.errors import InvalidRecord, LogError, NotAnnounced, RecordError, RunNotFound, UnknownSchema
-from headrace.schemas.events import Event, RunCreated, SchemaAdded, SettingsChanged
+from headrace.schemas.events import Authored, Event, RunCreated, SchemaAdded, SettingsChanged
+from headrace.schemas.hashes import digest
 from headrace.schemas.settings import RunSettings, changed
 from headrace.schemas.topics import POLICY, RunTopics
 
@@ -25,6 +28,8 @@ from .clients import KafkaConfig, admin, reason
 from .reader import Reader, Record
 
 log = logging.getLogger("headrace.policy")
+
+E = TypeVar("E", SchemaAdded, SettingsChanged)
 
 _ASK_S = 10.0
 SETTLE_S = 120.0  # an open transaction is aborted by the broker long before
@@ -75,19 +80,39 @@ def open_settings(kafka: KafkaConfig, topics: RunTopics) -> Opened:
     return Opened(created, settings, first.offset, first.value)
 
 
-def in_force(opened: Opened, records: Iterable[Record]) -> RunSettings:
-    """The settings after all changes among `records` of `policy`. What asks for settings that can't be decides nothing,
-    here as for everyone."""
-    settings = opened.settings
-    for record in records:
-        if kind_of(record.value) is SettingsChanged:
-            try:
-                event = decode(record.value)
-                assert isinstance(event, SettingsChanged)
-                settings = changed(settings, json.loads(event.changes))
-            except (RecordError, ValueError) as error:
-                log.warning("%s[%d]@%d decides nothing: %s", record.topic, record.partition, record.offset, error)
-    return settings
+def settings_from(settings: RunSettings, offset: int, changes: Iterable[tuple[int, SettingsChanged]]
+                  ) -> dict[int, RunSettings]:  # fmt: skip
+    """The settings in force from each offset of `policy` on, in order, beginning with those that the run was created
+    with. What asks for settings that can't be decides nothing, for whoever reads it."""
+    found = {offset: settings}
+    for at, event in changes:
+        try:
+            settings = found[at] = changed(settings, json.loads(event.changes))
+        except ValueError as error:
+            log.warning("%s[0]@%d decides nothing: %s", POLICY, at, error)
+    return found
+
+
+def in_force(settings: RunSettings, changes: Iterable[tuple[int, SettingsChanged]]) -> RunSettings:
+    """The settings after all changes."""
+    return list(settings_from(settings, 0, changes).values())[-1]
+
+
+def settings_changes(records: Iterable[Record]) -> Iterator[tuple[int, SettingsChanged]]:
+    """The changes of settings among records of `policy`, by offset. One that can't be read is left out."""
+    return _of_kind(SettingsChanged, records)
+
+
+def chain_of(writer: str, records: Sequence[Record]) -> Chain:
+    """Where a writer's chain ends in `policy`, given all of its records; its first one continues the run's first."""
+    for record in reversed(records):
+        try:
+            event = decode(record.value)
+        except RecordError:
+            continue  # the ledger names it
+        if isinstance(event, Authored) and event.writer == writer:
+            return Chain.after(event, record.value or b"")
+    return Chain(0, digest(records[0].value or b"")) if records else Chain()
 
 
 def settled_end(kafka: KafkaConfig, topics: RunTopics) -> int:
@@ -122,15 +147,19 @@ def settled_records(kafka: KafkaConfig, topics: RunTopics) -> list[Record]:
 
 def announced(records: Iterable[Record]) -> Iterator[SchemaAdded]:
     """The schemas among records of `policy`. One that can't be read is the ledger's matter: left out."""
+    return (event for _, event in _of_kind(SchemaAdded, records))
+
+
+def _of_kind(kind: type[E], records: Iterable[Record]) -> Iterator[tuple[int, E]]:
     for record in records:
-        if kind_of(record.value) is SchemaAdded:
+        if kind_of(record.value) is kind:
             try:
                 event = decode(record.value)
             except RecordError as error:
                 log.error("%s[%d]@%d is ignored: %s", record.topic, record.partition, record.offset, error)
                 continue
-            assert isinstance(event, SchemaAdded)
-            yield event
+            assert isinstance(event, kind)
+            yield record.offset, event
 
 
 def learn_from(records: Iterable[Record]) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from headrace.changing import change
-from headrace.cli import main
 from headrace.consumers.ledger import audit
 from headrace.consumers.run import open_run
 from headrace.consumers.state import state
@@ -26,9 +24,8 @@ from headrace.schemas.topics import BATCHES, POLICY, RunTopics
 from headrace.streams.log.policy import open_settings
 from headrace.streams.log.reader import beginning_offsets, end_offsets, read_range
 from headrace.trainer.publish import read_policy
+from tests.command import Command
 from tests.scripted_run import ScriptedRun, scripted_settings
-
-Set = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -36,23 +33,6 @@ def run(kafka: dict[str, Any], run_name: str) -> Iterator[ScriptedRun]:
     one = ScriptedRun(kafka, RunTopics(run_name), scripted_settings())
     yield one
     one.close()
-
-
-@pytest.fixture
-def set_(kafka: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Set:
-    """`headrace set`: exit code, standard output, standard error."""
-
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["headrace", "set", *words, "--bootstrap", str(kafka["bootstrap.servers"])])
-        capsys.readouterr()
-        code: Any = 0
-        try:
-            main()
-        except SystemExit as ended:
-            code = ended.code
-        return (code or 0, *capsys.readouterr())
-
-    return call
 
 
 def events(run: ScriptedRun, topic: str, kind: type) -> list[tuple[int, Any]]:
@@ -87,9 +67,9 @@ def test_batches_decided_after_a_change_go_by_it_also_after_restarts_and_the_led
     assert state(read_small(source), opened.settings, 0, 0).batch_groups == groups + 2
 
 
-def test_command_says_what_changed_and_since_when(run: ScriptedRun, set_: Set) -> None:
+def test_command_says_what_changed_and_since_when(run: ScriptedRun, headrace: Command) -> None:
     name = run.topics.run
-    code, out, error = set_(name, "batch.max_lag=3", "staleness.apply=never")
+    code, out, error = headrace("set", name, "batch.max_lag=3", "staleness.apply=never")
     assert (code, error) == (0, "")
     assert "batch.max_lag: 1 -> 3" in out and 'staleness.apply: "auto" -> "never"' in out and "policy[0]@" in out
     now = changed(run.settings, {"batch.max_lag": 3, "staleness.apply": "never"})
@@ -98,7 +78,7 @@ def test_command_says_what_changed_and_since_when(run: ScriptedRun, set_: Set) -
         create_run(run.kafka, run.topics, changed(run.settings, {"batch.max_lag": 2}))
     (place, event), = events(run, POLICY, SettingsChanged)
     assert f"policy[0]@{place}" in out and json.loads(event.changes) == {"batch.max_lag": 3, "staleness.apply": "never"}
-    code, out, _ = set_(name, "batch.max_lag=3", "--json")
+    code, out, _ = headrace("set", name, "batch.max_lag=3", "--json")
     assert (code, json.loads(out)["changes"]) == (0, {})
     assert len(events(run, POLICY, SettingsChanged)) == 1, "what holds already is not written again"
 
@@ -114,13 +94,13 @@ def test_command_says_what_changed_and_since_when(run: ScriptedRun, set_: Set) -
     ("batch.max_lag", "key=value"),
 ])  # fmt: skip
 def test_what_can_t_change_is_refused_by_name_and_nothing_is_written(
-    run: ScriptedRun, set_: Set, word: str, said: str
+    run: ScriptedRun, headrace: Command, word: str, said: str
 ) -> None:
-    code, out, error = set_(run.topics.run, "optimizer.learning_rate=0.1", word)
+    code, out, error = headrace("set", run.topics.run, "optimizer.learning_rate=0.1", word)
     assert (code, out) == (2, "") and said in error and error.count("\n") == 1
     assert not events(run, POLICY, SettingsChanged)
 
 
-def test_run_that_is_not_there_is_said_so(set_: Set) -> None:
-    code, _, error = set_("nowhere", "batch.max_lag=0")
+def test_run_that_is_not_there_is_said_so(headrace: Command) -> None:
+    code, _, error = headrace("set", "nowhere", "batch.max_lag=0")
     assert code == 2 and "no run 'nowhere'" in error

@@ -8,17 +8,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from headrace.cli import main
 from headrace.consumers import audit, list_runs, open_run
 from headrace.consumers.figures import measure
 from headrace.consumers.tables import SMALL
 from headrace.schemas.events import FleetTick, Lease, Span
 from headrace.schemas.topics import FLEET, TRAJECTORIES, RunTopics
+from tests.command import Command
 from tests.memory_log import MemoryLog
 from tests.reference_fold import check_batches
 from tests.scripted import Script
@@ -50,36 +49,6 @@ def scripted(kafka: Mapping[str, Any]) -> Iterator[ScriptedRun]:
     run.until(VERSIONS)
     yield run
     run.close()
-
-
-@dataclass
-class Command:
-    """`headrace`, in this process."""
-
-    address: str
-    patch: pytest.MonkeyPatch
-    capture: pytest.CaptureFixture[str]
-
-    def __call__(self, *args: str) -> tuple[int, str, str]:
-        """Exit code, standard output, standard error."""
-        self.patch.setattr(sys, "argv", ["headrace", *args, "--bootstrap", self.address])
-        self.capture.readouterr()
-        code: Any = 0
-        try:
-            main()
-        except SystemExit as ended:
-            code = ended.code
-        return (code or 0, *self.capture.readouterr())
-
-    def json(self, *args: str) -> Any:
-        code, out, error = self(*args, "--json")
-        assert code == 0 and not error, error
-        return json.loads(out)
-
-
-@pytest.fixture
-def headrace(kafka: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(str(kafka["bootstrap.servers"]), monkeypatch, capsys)
 
 
 def test_a_run_with_every_kind_of_mischief_closes(scripted: ScriptedRun) -> None:

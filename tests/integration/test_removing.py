@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.cli import main
 from headrace.create import create_run
 from headrace.removing import belongings, remove
 from headrace.schemas.codec import encode
@@ -20,34 +18,22 @@ from headrace.schemas.events import Heartbeat
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import ALL_TOPICS, FLEET, POLICY, RunTopics
 from headrace.streams.log import clients
-from headrace.streams.log.blobs import open_blobs
+from headrace.streams.log.blobs import open_blobs, open_weights
 from headrace.streams.log.policy import runs
+from tests.command import Command
 from tests.scripted import run_settings
 
 Kafka = Mapping[str, Any]
-Delete = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def delete(kafka: Kafka, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Delete:
-    """`headrace delete`: exit code, standard output, standard error."""
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
-
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["headrace", "delete", *words, "--bootstrap", str(kafka["bootstrap.servers"])])
-        capsys.readouterr()
-        code: Any = 0
-        try:
-            main()
-        except SystemExit as ended:
-            code = ended.code
-        return (code or 0, *capsys.readouterr())
-
-    return call
 
 
 def made(kafka: Kafka, name: str, tmp_path: Path) -> RunSettings:
     settings = run_settings(log={"partitions": 2, "blob_url": (tmp_path / "blobs").as_uri()},
+                            weights={"store_url": (tmp_path / "weights").as_uri()},
                             rollout={"lease_timeout_s": 8.0})  # fmt: skip
     create_run(kafka, RunTopics(name), settings)
     return settings
@@ -59,7 +45,7 @@ def there(kafka: Kafka, name: str) -> set[str]:
 
 
 def test_deleted_run_is_gone_with_blobs_and_state_and_no_other_is_touched(
-    kafka: Kafka, run_name: str, delete: Delete, tmp_path: Path
+    kafka: Kafka, run_name: str, headrace: Command, tmp_path: Path
 ) -> None:
     settings, other = made(kafka, run_name, tmp_path), f"{run_name}-other"
     made(kafka, other, tmp_path)
@@ -67,16 +53,20 @@ def test_deleted_run_is_gone_with_blobs_and_state_and_no_other_is_touched(
         blobs = open_blobs(settings.log, name)
         assert blobs is not None
         blobs.put(b"large")
+        weights = open_weights(settings.weights.store_url, name)
+        assert weights is not None
+        weights.put(1, b"chunk")
         (tmp_path / "home" / "runs" / name / "checkpoints").mkdir(parents=True)
-    code, out, _ = delete(run_name)
+    code, out, _ = headrace("delete", run_name)
     assert code == 1 and "with --yes" in out and there(kafka, run_name) == set(ALL_TOPICS)
-    code, out, error = delete(run_name, "--yes", "--json")
+    code, out, error = headrace("delete", run_name, "--yes", "--json")
     assert (code, error) == (0, "") and json.loads(out)["deleted"]
     assert there(kafka, run_name) == set() and run_name not in runs(kafka, "headrace")
     assert there(kafka, other) == set(ALL_TOPICS)
     assert [path.name for path in (tmp_path / "blobs").iterdir()] == [other]
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == [other]
     assert [path.name for path in (tmp_path / "home" / "runs").iterdir()] == [other]
-    code, _, error = delete(run_name, "--yes")
+    code, _, error = headrace("delete", run_name, "--yes")
     assert code == 2 and f"no run {run_name!r}" in error
     made(kafka, run_name, tmp_path)  # its name is free again
     assert there(kafka, run_name) == set(ALL_TOPICS)

@@ -285,7 +285,8 @@ def test_thousands_of_failures_of_a_kind_are_counted_and_the_first_ones_shown() 
     assert any("tasks[0]@1" in line for line in failures.lines)
 
 
-def test_a_removed_change_of_settings_is_named_by_the_batch_that_was_decided_under_it() -> None:
+def under_changed_settings() -> tuple[SyntheticRun, int]:
+    """A run whose only batch was decided under the settings record at the offset."""
     run = SyntheticRun()
     run.version(0)
     for name in ("a", "b"):
@@ -296,6 +297,11 @@ def test_a_removed_change_of_settings_is_named_by_the_batch_that_was_decided_und
     offset = run.set(0)
     run.batch(1, "a", "b", settings_offset=offset)
     run.version(1)
+    return run, offset
+
+
+def test_a_removed_change_of_settings_is_named_by_the_batch_that_was_decided_under_it() -> None:
+    run, offset = under_changed_settings()
     assert audit(run.log).closes
     record = next(r for r in run.log.logs["policy", 0] if r.offset == offset)
     assert any(f"policy[0]@{offset}" in line for line in audit(run.log.without(record, ("policy", 0))).failures)
@@ -303,16 +309,7 @@ def test_a_removed_change_of_settings_is_named_by_the_batch_that_was_decided_und
 
 def test_the_last_settings_record_altered_is_named_by_the_batch_that_was_decided_under_it() -> None:
     """Nothing of its writer follows it, so no chain would show it."""
-    run = SyntheticRun()
-    run.version(0)
-    for name in ("a", "b"):
-        run.lease(name, *SLOTS)
-        run.episode(name, 0, 1.0)
-        run.episode(name, 1, 0.0)
-        run.close(name, Closure.CANDIDATE)
-    offset = run.set(0)
-    run.batch(1, "a", "b", settings_offset=offset)
-    run.version(1)
+    run, offset = under_changed_settings()
     records = run.log.logs["policy", 0]
     place = next(i for i, r in enumerate(records) if r.offset == offset)
     event = decode(records[place].value)
