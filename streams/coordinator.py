@@ -156,7 +156,7 @@ class Coordinator:
 
     def _set(self, settings: RunSettings) -> None:
         self.settings = settings
-        self.leasing.timeout_ms = round(settings.rollout.lease_timeout_s * 1000)
+        self.leasing.expire_after(round(settings.rollout.lease_timeout_s * 1000))
 
     def _leased(self, lease: Lease) -> None:
         if lease.group not in self._closed:

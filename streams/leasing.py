@@ -34,7 +34,7 @@ from headrace.schemas.events import (
 from headrace.schemas.outcomes import REASON_HANDED_BACK, REASON_WORKER_LOST, Purpose
 
 from .assembler import ENDED_BY_FOLD
-from .clock import LogClock
+from .clock import MAX_STEP_MS, MIN_STEP_MS, LogClock
 from .stalls import Held
 
 REASON_SLOT_ENDED = "slot_ended"
@@ -102,14 +102,19 @@ class Leasing:
     """`timeout_ms` on the clock of `fleet` after which a silent worker is lost."""
 
     def __init__(self, timeout_ms: int) -> None:
-        self.timeout_ms = timeout_ms
-        self.groups: dict[str, OpenGroup] = {}  # in order of opening
         self.clock = LogClock()
+        self.expire_after(timeout_ms)
+        self.groups: dict[str, OpenGroup] = {}  # in order of opening
         self._workers: dict[str, _Worker] = {}  # by incarnation
         self._replaced: set[str] = set()  # incarnations that a newer one of their worker has followed
         self._waiting: dict[str, None] = {}  # groups with slots to lease, in order
         self._overdue: list[LeaseEnded] = []  # to be written: returned, or to tell a worker what it can't know
         self._lost: list[str] = []
+
+    def expire_after(self, timeout_ms: int) -> None:
+        """The timeout from now on. An outage takes at most half of it."""
+        self.timeout_ms = timeout_ms
+        self.clock.max_step_ms = min(MAX_STEP_MS, max(MIN_STEP_MS, timeout_ms // 2))
 
     def open_groups(self, purpose: Purpose) -> int:
         return sum(group.opening.purpose == purpose for group in self.groups.values())

@@ -63,6 +63,11 @@ def completion(prompt: Sequence[int], slot: int) -> tuple[NDArray[np.int32], NDA
     return tokens, -draw.exponential(1.0, tokens.size).astype(np.float32)
 
 
+def versions_of(groups: int) -> int:
+    """How many versions so many groups make: those whose siblings are rewarded alike go into no batch."""
+    return groups * (EQUAL_EVERY - 1) // (EQUAL_EVERY * BATCH_GROUPS)
+
+
 def text_of(tokens: Sequence[int]) -> str:
     return f"{zlib.crc32(np.asarray(tokens, np.int32).tobytes()):08x}"
 

@@ -30,8 +30,10 @@ from .outcome import Outcome, differences, doubled, lost, outcome
 WORKERS = 2
 # A copy that no longer follows leaves the in-sync set, and stops holding up writers, after 10 s and not after 30.
 BROKER = {"replica.lag.time.max.ms": 10_000}
-PACE_S = 2.0  # of the trainer under faults, so that the work lasts as long as the schedule
+PACE_S = 2.0  # of the trainer under faults
 GROUPS_PER_FAULT = 20
+BRAKE = 4  # times slower where the faults so far have used up their groups: the load must last until the last of them,
+# however long a fault takes on this machine
 PROGRESS_S = 120.0  # a run that gives no closure for so long after a fault has failed
 AFTER = 4  # closures that count as going on, after a fault has been undone and
 WATCHED_S = 3.0  # so much time has passed: what the fault holds up may show a moment later
@@ -97,7 +99,8 @@ def chaos(home: Path, kinds: list[str], result: Result, say: Say) -> None:
             crew = Crew(kafka, topics, config, home / "logs" / name)
             stage = Stage(crew, broker, clocks, kafka, topics, random.Random(result.seed))
             try:
-                _start(crew, pace, 0.0 if name == "calm" else PACE_S)
+                _set_pace(pace, 0.0 if name == "calm" else PACE_S)
+                _start(crew, pace)
                 if name == "chaos":
                     _faults(stage, kinds, pace, result, say)
                 _drain(crew, pace, groups)
@@ -124,8 +127,7 @@ def chaos(home: Path, kinds: list[str], result: Result, say: Say) -> None:
         broker.stop()
 
 
-def _start(crew: Crew, pace: Path, seconds: float) -> None:
-    _set_pace(pace, seconds)
+def _start(crew: Crew, pace: Path) -> None:
     crew.start("assembler", "assembler")
     crew.start("coordinator", "coordinator")
     crew.start("trainer", "trainer", "--pace", str(pace))
@@ -141,6 +143,7 @@ def _faults(stage: Stage, kinds: list[str], pace: Path, result: Result, say: Say
         stage.pause(0.0, 1.0)
         done = Done(number, kind, "", time.monotonic(), 0.0)
         result.faults.append(done)
+        _set_pace(pace, PACE_S, until=load.versions_of(GROUPS_PER_FAULT * number))
         done.what = KINDS[kind](stage)
         done.ended = time.monotonic()
         time.sleep(WATCHED_S)
@@ -153,13 +156,11 @@ def _faults(stage: Stage, kinds: list[str], pace: Path, result: Result, say: Say
             raise CrewFailed(f"no progress for {PROGRESS_S:g} s after fault {number} ({kind}: {done.what})")
         say(f"{number:4}/{len(kinds)}  {kind:24} {done.what:52} {time.monotonic() - done.began:5.1f} s  "
             f"{len(crew.closures)} closed")  # fmt: skip
-        ahead = len(crew.closures) - GROUPS_PER_FAULT * number  # the tasks must last until the last fault
-        _set_pace(pace, PACE_S if ahead <= 0 else 3 * PACE_S)
 
-
-def _set_pace(pace: Path, seconds: float) -> None:
+def _set_pace(pace: Path, seconds: float, until: int | None = None) -> None:
+    """The trainer takes so long for a version, and `BRAKE` times as long from version `until` on."""
     fresh = pace.with_suffix(".new")
-    fresh.write_text(str(seconds))
+    fresh.write_text(json.dumps([seconds, seconds * BRAKE, until]))
     fresh.replace(pace)
 
 

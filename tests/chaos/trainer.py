@@ -1,10 +1,11 @@
 """A trainer of the load: reads batches, proves them, commits and publishes versions by the trainer's real code, and
 trains nothing. `python -m tests.chaos.trainer RUN --config FILE --pace FILE`: a version takes at least so many seconds
-as the file says at the moment."""
+as the file says at the moment: `[seconds, seconds from that version on, version or null]`."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import signal
 import sys
@@ -80,7 +81,7 @@ def run_trainer(kafka: Mapping[str, Any], topics: RunTopics, stop: threading.Eve
     at = head.versions[version].batch_offset + 1 if version > 0 else beginning_offsets(kafka, batches)[0]
     with Reader(kafka, {(batches, 0): at}) as manifests, Reader(kafka) as reader:
         while (record := _next_manifest(manifests, stop)) is not None:
-            due = time.monotonic() + float(pace.read_text())
+            due = time.monotonic() + _seconds(pace, version)
             batch = fetch_batch(reader, topics, record, opened.settings.staleness)
             if batch.manifest.batch != version + 1:
                 said = f"batch {batch.manifest.batch} where {version + 1} is due"
@@ -92,6 +93,11 @@ def run_trainer(kafka: Mapping[str, Any], topics: RunTopics, stop: threading.Eve
             stop.wait(max(0.0, due - time.monotonic()))
     publisher.close()
     transactor.close()
+
+
+def _seconds(pace: Path, version: int) -> float:
+    free, braked, until = json.loads(pace.read_text())
+    return float(free if until is None or version < until else braked)
 
 
 def _next_manifest(reader: Reader, stop: threading.Event) -> Record | None:

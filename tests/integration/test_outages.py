@@ -210,7 +210,7 @@ def test_worker_whose_broker_was_away_keeps_its_leases_and_follows_the_weights(
     kafka, topics = {"bootstrap.servers": broker.bootstrap}, RunTopics(run_name)
     run = scripted_settings(tasks={"source": "jsonl", "path": str(tasks), "score": "scorers:vowels"},
                             model={"path": "unused", "dtype": "float32"},
-                            rollout={"group_size": 2, "lease_timeout_s": 4})  # fmt: skip
+                            rollout={"group_size": 2, "lease_timeout_s": 6})  # fmt: skip
     trainer = ScriptedRun(kafka, topics, run, capacity=0)
     trainer.until(0)
     engine, stop = FakeEngine(), threading.Event()
@@ -234,7 +234,7 @@ def test_worker_whose_broker_was_away_keeps_its_leases_and_follows_the_weights(
         while trainer.version < 2:
             time.sleep(0.05)
         hold(broker.pid)
-        time.sleep(20.0)  # five times the lease timeout
+        time.sleep(20.0)  # three times the lease timeout
         os.kill(broker.pid, signal.SIGCONT)
 
     threads = [caught(lambda: worker.run(stop)), caught(outage)]

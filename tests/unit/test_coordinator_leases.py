@@ -15,6 +15,7 @@ from headrace.schemas.events import (
     AttemptEnded,
     EpisodeEnded,
     EpisodeStarted,
+    FleetTick,
     GroupClosed,
     HandBack,
     Heartbeat,
@@ -426,3 +427,18 @@ def test_lost_slot_of_a_group_that_was_asked_for_waits_for_whoever_asks_next() -
     assert [(one.request, one.group == first.group, one.opens) for one in leases] == [
         ("r2", False, True), ("r3", True, False), ("r4", True, False)]  # fmt: skip
     assert [[(a.slot, a.attempt) for a in one.assignments] for one in leases[1:]] == [[(0, 1)], [(1, 1)]]
+
+
+@pytest.mark.parametrize("timeout_s", [3, 4, 5, 15])
+def test_worker_that_was_away_with_the_broker_has_time_to_be_heard_whoever_writes_first(timeout_s: int) -> None:
+    sim = started(workers=2, capacity=2, groups=1, lease_timeout_s=timeout_s)
+    sim.now += 60_000
+    sim.observe("fleet", FleetTick("c", 0))  # not a worker's
+    assert not sim.decide().tasks
+    sim.beat("w1")
+    assert not sim.decide().tasks
+    sim.beat("w0")
+    sim.pass_s(timeout_s + 1, "w0", "w1")
+    assert not sim.decide().tasks
+    sim.pass_s(timeout_s + 1, "w1" if sim.held[0][0].worker == "w0" else "w0")
+    assert any(isinstance(one, LeaseEnded) and one.reason == "worker_lost" for one in sim.decide().tasks)
