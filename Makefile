@@ -53,7 +53,7 @@ demo: $(STAMP)
 # Three files at a time: many tests wait for a time-out. One thread each: processes with two threads on two cores
 # would take turns at every step of a model.
 test: $(STAMP)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 3 --dist loadfile $(if $(filter all,$(TIER)),,-m "not slow")
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder $(if $(filter all,$(TIER)),,-m "not slow")
 
 chaos: $(STAMP)
 	@$(BIN)/python -m tests.chaos $(if $(FAULTS),--faults $(FAULTS)) $(if $(SEED),--seed $(SEED))
