@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from headrace.schemas.errors import LogError
 from headrace.streams.log.clients import KafkaConfig, admin
-from headrace.streams.log.hanging import standing
-from headrace.streams.log.reader import GRACE_S, Position
+from headrace.streams.log.reader import GRACE_S, Position, Reader
 from headrace.streams.log.transactions import TRANSACTION_TIMEOUT_S
 
 from .broker import broker_status, default_home
@@ -21,6 +21,7 @@ from .jars import BrokerError, find_java, find_tools
 
 LONGEST_S = TRANSACTION_TIMEOUT_S + GRACE_S
 TOOL_S = 120.0
+ANSWER_S = 5.0
 
 
 def mend(home: Path | None = None, *, longest_s: float = LONGEST_S, say: Callable[[str], None] = print) -> list[str]:
@@ -51,11 +52,15 @@ def mend(home: Path | None = None, *, longest_s: float = LONGEST_S, say: Callabl
 def _held(kafka: KafkaConfig) -> dict[Position, int]:
     """Partitions that can't be read to their end, and how far they can be."""
     out: dict[Position, int] = {}
-    for name, topic in admin(kafka).list_topics(timeout=30.0).topics.items():
-        for partition in topic.partitions if not name.startswith("__") else ():
-            found = standing(kafka, (name, partition))
-            if found is not None and found[0] < found[1]:
-                out[name, partition] = found[0]
+    with Reader(kafka) as stable, Reader(kafka, isolation="read_uncommitted") as everything:  # one pair for them all
+        for name, topic in admin(kafka).list_topics(timeout=30.0).topics.items():
+            for partition in topic.partitions if not name.startswith("__") else ():
+                try:
+                    readable, written = (r.bounds(name, partition, ANSWER_S)[1] for r in (stable, everything))
+                except LogError:
+                    continue  # deleted in the meantime, or without a leader: nothing to abort
+                if readable < written:
+                    out[name, partition] = readable
     return out
 
 
