@@ -24,7 +24,7 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.topics import RunTopics
 
-from . import accounting, changing, exporting, reading, removing, reporting
+from . import accounting, changing, exporting, reading, removing, reporting, tracking
 from .settings import describe, kafka_config, load_config, load_site
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ changing.register(app)
 removing.register(app)
 exporting.register(app)
 reporting.register(app)
+tracking.register(app)
 
 ConfigArgument = Annotated[Path, typer.Argument(help="TOML file with the run's settings", metavar="CONFIG")]
 Json = Annotated[bool, typer.Option("--json", help="for programs")]

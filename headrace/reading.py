@@ -60,7 +60,7 @@ def cat(
     """Print a run's events, dead letters too."""
     opened = opened_run(run, bootstrap, config)
     topics = ALL_TOPICS if topic is None else (topic,)
-    with _until_interrupted() as stop:
+    with until_interrupted() as stop:
         for record, event in opened.events(*topics, start=_start(start), follow=follow, stop=stop):
             if as_json:
                 print(dumps(record_row(record, event, opened.topics, raw)), flush=follow)
@@ -271,7 +271,7 @@ def say(lines: Any) -> None:
 
 
 @contextlib.contextmanager
-def _until_interrupted() -> Iterator[threading.Event]:
+def until_interrupted() -> Iterator[threading.Event]:
     """Ctrl-C, and a reader of our output that has seen enough, end it in silence."""
     stop = threading.Event()
     before = signal.signal(signal.SIGINT, lambda *_: stop.set())
