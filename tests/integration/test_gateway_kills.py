@@ -152,8 +152,8 @@ def _replica(port: int = 0) -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 def test_killed_replica_costs_an_agent_nothing(tmp_path: Path, kafka: dict[str, Any], run_name: str) -> None:
-    """Nor does a silent one. The first is killed. Another is stopped: its connections stay open and say nothing, until health checks find it out,
-    and later it goes on with what nobody waits for any more."""
+    """Nor does a silent one. The first is killed; another is stopped: its connections stay open and say nothing, until
+    health checks find it out, and later it goes on with what nobody waits for any more."""
     with _replica() as (first, one), _replica() as (second, two), _replica() as (third, three):
         servers = ", ".join(f'"http://127.0.0.1:{port}"' for port in (one, two, three))
         run = GatewayRun(tmp_path, kafka, run_name, engine=f'engine = "openai"\nreplicas = [{servers}]')
