@@ -1,11 +1,14 @@
 """What the gateway adds to a request and to each streamed token, and how many requests a core of it serves.
 
-Beside it stand the replica alone and a bare reverse proxy of the same framework (`baselines/reverse_proxy.py`), one
-after the other in turns. The replica is a real HTTP server with a script for a model (`_scripted_replica.py`): each
-token leaves it at a time known beforehand, so a token's lateness is its arrival less that time, and what a hop adds is
-its lateness less that of the replica alone. The gateway runs as `headrace start gateway` does, with engine `openai` in
-front of that server, and writes every turn to a real broker. Requests per second per core are requests over the CPU
-seconds of the one process (all its threads), with 16 tokens each, streamed as fast as they come.
+Beside it stand the replica alone and a bare reverse proxy of the same framework and event loop
+(`baselines/reverse_proxy.py`), one after the other in turns. The replica is a real HTTP server with a script for a
+model (`_scripted_replica.py`): each token leaves it at a time known beforehand, so a token's lateness is its arrival
+less that time, and what a hop adds is its lateness less that of the replica alone. The gateway runs as `headrace start
+gateway` does, with engine `openai` in front of that server, and writes every turn to a real broker.
+
+Lateness is taken twice: with all streams at once, where cores may be short, and with a tenth of them, where they
+aren't; beside it stand the CPU seconds that each process took meanwhile. Requests per second per core are requests over
+the CPU seconds of the one process (all its threads), with 16 tokens each, streamed as fast as they come.
 
 That no token is altered is shown twice: under that load, where each streamed text must be the tokens on the log, and
 with a real engine (a tiny model through `hf`), where ids and log-probabilities of each answer must be those on the log.
@@ -24,9 +27,11 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import uvloop
 
 from headrace.models import tiny_model
 from headrace.producers.engines.served import ModelFolder
@@ -77,30 +82,36 @@ def measure(options: argparse.Namespace, result: Result) -> None:
 
 @dataclass(slots=True)
 class Lateness:
-    """Seconds: of each first token, of each later one, and of each last one."""
+    """Seconds: of each first token, of each later one, and of each last one. `cpu`: seconds that each process took."""
 
     first: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
     last: list[float] = field(default_factory=list)
+    cpu: dict[str, float] = field(default_factory=dict)
 
 
 def _scripted(kafka: Mapping[str, Any], scratch: Path, folder: Path, load: Load, result: Result) -> int:
     """Rows and goals of latency and cost; how many tokens were altered."""
     slow, fast = _port(), _port()
     with (
-        _replica(slow, FIRST_S, GAP_S) as _, _replica(fast, 0.0, 0.0) as replica,
-        _proxy(slow) as (slow_proxy, _), _proxy(fast) as (fast_proxy, proxy),
-        _gateway(kafka, scratch, folder, "slow", slow, load.streams) as (slow_gateway, _, _),
+        _replica(slow, FIRST_S, GAP_S) as slow_replica, _replica(fast, 0.0, 0.0) as replica,
+        _proxy(slow) as (slow_proxy, between), _proxy(fast) as (fast_proxy, proxy),
+        _gateway(kafka, scratch, folder, "slow", slow, load.streams) as (slow_gateway, in_front, _),
         _gateway(kafka, scratch, folder, "fast", fast, load.streams) as (fast_gateway, gateway, topics),
     ):  # fmt: skip
         talks = asyncio.run(_talks(slow_gateway, load.streams))
         working = asyncio.run(_talks(fast_gateway, WORKING))
-        late = alternate({
-            "replica alone": lambda: asyncio.run(_streams(f"http://127.0.0.1:{slow}", None, load)),
-            "bare proxy": lambda: asyncio.run(_streams(slow_proxy, None, load)),
-            "gateway": lambda: asyncio.run(_streams(slow_gateway, talks, load)),
-        }, load.repetitions, warm=load.repetitions > 1)  # fmt: skip
-        _latency_rows(late, result)
+
+        def late(load: Load) -> Mapping[str, Sequence[Lateness]]:
+            return alternate({
+                "replica alone": lambda: _late({"replica": slow_replica}, f"http://127.0.0.1:{slow}", None, load),
+                "bare proxy": lambda: _late({"replica": slow_replica, "bare proxy": between}, slow_proxy, None, load),
+                "gateway": lambda: _late({"replica": slow_replica, "gateway": in_front}, slow_gateway, talks, load),
+            }, load.repetitions, warm=load.repetitions > 1)  # fmt: skip
+
+        few = max(2, load.streams // 10)
+        _latency_rows(late(replace(load, streams=few, tokens=load.tokens // 2)), result, f" at {few} streams")
+        _latency_rows(late(load), result, "")
         cost = alternate({
             "replica alone": lambda: _cpu_s(replica, f"http://127.0.0.1:{fast}", None, load),
             "bare proxy": lambda: _cpu_s(proxy, fast_proxy, None, load),
@@ -112,18 +123,25 @@ def _scripted(kafka: Mapping[str, Any], scratch: Path, folder: Path, load: Load,
         return _altered(kafka, topics, folder, working)
 
 
-def _latency_rows(late: Mapping[str, Sequence[Lateness]], result: Result) -> None:
+def _latency_rows(late: Mapping[str, Sequence[Lateness]], result: Result, where: str) -> None:
+    """With goals where the load is the whole one (`where` says of another which it is)."""
     added: dict[tuple[str, str], list[float]] = {}
     for measure_, name in (("first token", "first"), ("streamed token", "between"), ("request", "last")):
         for subject, runs in late.items():
             values = [1e3 * x for run in runs for x in getattr(run, name)]
-            result.row(f"lateness of a {measure_}, p50", subject, statistics.median(values), "ms")
-            result.row(f"lateness of a {measure_}, p99", subject, statistics.quantiles(values, n=100)[98], "ms")
+            result.row(f"lateness of a {measure_}, p50{where}", subject, statistics.median(values), "ms")
+            result.row(f"lateness of a {measure_}, p99{where}", subject, statistics.quantiles(values, n=100)[98], "ms")
         for subject in ("bare proxy", "gateway"):
             pairs = zip(late[subject], late["replica alone"], strict=True)
             added[subject, name] = [1e3 * (statistics.fmean(getattr(through, name)) - statistics.fmean(
                 getattr(alone, name))) for through, alone in pairs]  # fmt: skip
-            result.row(f"added to a {measure_}, mean", subject, harness.spread(added[subject, name]), "ms")
+            result.row(f"added to a {measure_}, mean{where}", subject, harness.spread(added[subject, name]), "ms")
+    for subject, runs in late.items():
+        for process in runs[0].cpu:
+            result.row(f"CPU of the {process}{where}", subject,
+                       harness.spread([run.cpu[process] for run in runs]), "s")  # fmt: skip
+    if where:
+        return
     for name, said in (("last", "request"), ("between", "streamed token")):
         proxy, gateway = (statistics.median(added[subject, name]) for subject in ("bare proxy", "gateway"))
         result.at_most(f"added to a {said}, as a multiple of the bare proxy's", gateway / proxy if proxy > 0 else None,
@@ -155,6 +173,15 @@ async def _talks(url: str, count: int) -> list[Talk]:
                 talks += [Talk(one["key"], [{"role": "user", "content": PROMPT}])
                           for one in (await answer.json())["episodes"]]  # fmt: skip
         return talks
+
+
+def _late(processes: Mapping[str, Started], url: str, talks: Sequence[Talk] | None, load: Load) -> Lateness:
+    before = {name: process.cpu_s() for name, process in processes.items()} | {"load generator": time.process_time()}
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as everything that it talks to
+        late = runner.run(_streams(url, talks, load))
+    after = {name: process.cpu_s() for name, process in processes.items()} | {"load generator": time.process_time()}
+    late.cpu = {name: after[name] - before[name] for name in before}
+    return late
 
 
 async def _streams(url: str, talks: Sequence[Talk] | None, load: Load) -> Lateness:
@@ -215,7 +242,8 @@ def _cpu_s(process: Started, url: str, talks: Sequence[Talk] | None, load: Load)
             await asyncio.gather(*map(one, range(WORKING)))
 
     before = process.cpu_s()
-    asyncio.run(work())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(work())
     return process.cpu_s() - before
 
 

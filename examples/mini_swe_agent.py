@@ -29,27 +29,32 @@ def call(url: str, token: str, body: Any) -> Any:
         return json.loads(response.read())
 
 
-def solve(python: str, episode: dict[str, Any], model: str, task: str, steps: int, timeout_s: float) -> float:
-    """One agent, start to end; its reward."""
+def solve(episode: dict[str, Any], model: str, options: argparse.Namespace) -> tuple[float, str]:
+    """One agent, start to end; its reward, and how it says that it ended."""
     with tempfile.TemporaryDirectory(prefix="mini-") as folder:
         home = Path(folder) / "home"
         work = Path(folder) / "work"
         work.mkdir()
-        words = [python, "-m", "minisweagent.run.mini", "--yolo", "--exit-immediately", "--model", f"openai/{model}",
-                 "--task", task, "--output", str(Path(folder) / "trajectory.json"), "--config", "mini.yaml",
-                 "--config", f"agent.step_limit={steps}"]  # fmt: skip
+        trajectory = (options.output or Path(folder)) / f"{episode['id']}.traj.json"
+        words = [options.python, "-m", "minisweagent.run.mini", "--yolo", "--exit-immediately", "--task", options.task,
+                 "--model", f"openai/{model}", "--output", str(trajectory.absolute()),
+                 "--config", "mini.yaml"]  # fmt: skip
+        for one in (f"agent.step_limit={options.steps}", *options.config):
+            words += ["--config", one]
         environment = {"PATH": "/usr/bin:/bin", "HOME": str(home), "OPENAI_API_KEY": episode["key"],
                        "OPENAI_API_BASE": episode["base_url"], "OPENAI_BASE_URL": episode["base_url"],
                        "MSWEA_COST_TRACKING": "ignore_errors", "MSWEA_CONFIGURED": "true",
                        "MSWEA_GLOBAL_CONFIG_DIR": str(home)}  # fmt: skip
         try:
-            done = subprocess.run(words, cwd=work, env=environment, timeout=timeout_s, stdin=subprocess.DEVNULL,
+            done = subprocess.run(words, cwd=work, env=environment, timeout=options.timeout_s, stdin=subprocess.DEVNULL,
                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
             print(f"--- {episode['id']}: mini ended with {done.returncode}\n{done.stdout[-1500:]}", flush=True)
         except subprocess.TimeoutExpired:
-            print(f"--- {episode['id']}: mini took longer than {timeout_s:g} s", flush=True)
+            print(f"--- {episode['id']}: mini took longer than {options.timeout_s:g} s", flush=True)
+        info = json.loads(trajectory.read_text())["info"] if trajectory.is_file() else {}
         found = work / "hello.txt"
-        return float(found.is_file() and found.read_text().strip() == "hello world")
+        reward = float(found.is_file() and found.read_text().strip() == "hello world")
+        return reward, f"{info.get('exit_status')} after {info.get('model_stats', {}).get('api_calls')} calls"
 
 
 def main() -> None:
@@ -61,14 +66,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="of an agent at most")
     parser.add_argument("--timeout-s", type=float, default=600.0)
     parser.add_argument("--task", default=TASK)
+    parser.add_argument("--config", action="append", default=[], metavar="KEY=VALUE", help="more of mini's settings")
+    parser.add_argument("--output", type=Path, help="folder where the agents' own trajectories are kept")
     options = parser.parse_args()
     token = options.token_file.read_text().strip()
     given = call(f"{options.gateway}/v1/episodes", token, {"size": options.size})
     with ThreadPoolExecutor(options.size) as pool:
         def one(episode: dict[str, Any]) -> None:
-            reward = solve(options.python, episode, given["model"], options.task, options.steps, options.timeout_s)
-            ended = call(f"{options.gateway}/v1/episodes/{episode['id']}/finish", token, {"reward": reward})
-            print(json.dumps(ended), flush=True)
+            reward, how = solve(episode, given["model"], options)
+            finish = f"{options.gateway}/v1/episodes/{episode['id']}/finish"
+            ended = call(finish, token, {"reward": reward, "text": how})
+            print(f"mini: {how}; the gateway: {json.dumps(ended)}", flush=True)
 
         list(pool.map(one, given["episodes"]))
 

@@ -24,6 +24,7 @@ from headrace.schemas.errors import EngineError, ReplicaLost, RequestAborted
 
 from .engines import GenerationRequest, Progress, Replica, ReplicaHealth
 from .routing import Choice, Request, Router, blocks_of
+from .watch import Watch
 
 log = logging.getLogger("headrace.replicas")
 
@@ -70,7 +71,7 @@ class _Entry:
     failed_checks: int = 0
     fenced_until: float = 0.0
     heard: float = 0.0  # the last token, of any request
-    running: dict[int, asyncio.Timeout] = field(default_factory=dict)  # by ticket: each wait for a token
+    running: dict[int, Watch] = field(default_factory=dict)  # by ticket: its waits for tokens
     checking: asyncio.Task[None] | None = None
     checked: asyncio.Event = field(default_factory=asyncio.Event)  # once
 
@@ -180,24 +181,18 @@ class Pool:
     async def _watched(self, entry: _Entry, ticket: int, stream: AsyncIterator[Progress], end: float
                        ) -> AsyncGenerator[Progress]:  # fmt: skip
         """The stream, unless it is silent for too long or its replica is lost meanwhile."""
-        loop, began, limit = asyncio.get_running_loop(), time.monotonic(), self._limits.first_token_s
-        watch = asyncio.timeout_at(end)
-        timer = loop.call_later(limit, lambda: overdue())
+        began, limit = time.monotonic(), self._limits.first_token_s
 
-        def overdue() -> None:
+        def until(since: float) -> float:
             """A request may wait in the replica's queue for long, as long as others get tokens."""
-            nonlocal timer
-            silent = time.monotonic() - max(began, entry.heard)
-            if silent < limit:
-                timer = loop.call_later(limit - silent, overdue)
-            else:
-                _expire(watch)
+            return min(end, max(began, entry.heard) + limit if first else since + limit)
 
+        watch, first = Watch(until), True
+        entry.running[ticket] = watch
         try:
             while True:
                 try:
-                    entry.running[ticket] = watch
-                    async with watch:
+                    with watch:
                         one = await anext(stream, None)
                 except TimeoutError:
                     now = time.monotonic()
@@ -207,13 +202,13 @@ class Pool:
                     raise kind(entry.why or f"replica {entry.replica.name} was silent for {limit:.0f} s") from None
                 if one is None:
                     return
-                timer.cancel()
                 entry.heard = time.monotonic()
+                if first:
+                    first, limit = False, self._limits.between_tokens_s
+                    watch.close()
                 yield one
-                limit = self._limits.between_tokens_s
-                watch = asyncio.timeout_at(min(end, time.monotonic() + limit))
         finally:
-            timer.cancel()
+            watch.close()
             entry.running.pop(ticket, None)
             await stream.aclose()  # type: ignore[attr-defined]
 
@@ -346,12 +341,7 @@ class Pool:
 def _cut(entry: _Entry) -> None:
     """End every wait for one of its tokens."""
     for watch in entry.running.values():
-        _expire(watch)
-
-
-def _expire(watch: asyncio.Timeout) -> None:
-    with contextlib.suppress(RuntimeError):  # it has just ended, or not begun
-        watch.reschedule(asyncio.get_running_loop().time())
+        watch.expire()
 
 
 def _the_rest(request: GenerationRequest, given: Sequence[int], attempts: int) -> GenerationRequest | None:

@@ -201,6 +201,8 @@ class Producer:
 
     def over(self, attempt: Attempt) -> AttemptOver | None:
         """Why nothing more of the attempt would be taken, if so."""
+        if not self._over:
+            return None
         with self._lock:
             return self._over.get(attempt) or self._over.get(attempt.group)
 

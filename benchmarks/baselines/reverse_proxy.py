@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import uvicorn
+import uvloop
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -53,4 +54,5 @@ async def _serve(port: int, target: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(int(sys.argv[1]), sys.argv[2]))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as the gateway's
+        runner.run(_serve(int(sys.argv[1]), sys.argv[2]))

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.errors import EngineError, ReplicaLost
 
+from ..loops import new_loop
 from . import GenerationRequest, Progress, check_request
 from .served import ModelFolder, read_only
 
@@ -52,7 +53,7 @@ class LoopEngine(abc.ABC):
         self._arrived = threading.Condition()
         self._out: list[tuple[ActiveRequest, Progress]] = []
         self._failure: Exception | None = None
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=type(self).__name__, daemon=True)
         self._thread.start()
 
@@ -90,17 +91,25 @@ class LoopEngine(abc.ABC):
     def decode(self, ids: Sequence[int]) -> str:
         return self._folder.decode(ids)
 
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run on the loop what its caller, who isn't on it, waits for."""
+        waiting: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return waiting.result()
+
     def submit(self, request: GenerationRequest) -> None:
         if request.request_id in self._active:
             raise EngineError(f"request {request.request_id!r} is already active: use another id")
-        check_request(request, self._folder.vocabulary, self._max_tokens)
+        request = self._possible(request)
         self._check_alive()
-        # A token that the model doesn't have can't be sampled, and vLLM refuses to look out for it.
-        possible = frozenset(i for i in request.stop_ids if 0 <= i < self._folder.vocabulary)
-        if possible != request.stop_ids:
-            request = replace(request, stop_ids=possible)
         active = self._active[request.request_id] = ActiveRequest(request)
         self._loop.call_soon_threadsafe(self._begin, active)
+
+    def _possible(self, request: GenerationRequest) -> GenerationRequest:
+        """As it can run. Raises EngineError where it never can."""
+        check_request(request, self._folder.vocabulary, self._max_tokens)
+        # A token that the model doesn't have can't be sampled, and vLLM refuses to look out for it.
+        possible = frozenset(i for i in request.stop_ids if 0 <= i < self._folder.vocabulary)
+        return request if possible == request.stop_ids else replace(request, stop_ids=possible)
 
     def cancel(self, request_id: str) -> None:
         active = self._active.pop(request_id, None)
@@ -129,7 +138,7 @@ class LoopEngine(abc.ABC):
             await self._stop()
 
         if not self._loop.is_closed():
-            self._on_loop(stop())
+            self.run(stop())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
@@ -137,11 +146,6 @@ class LoopEngine(abc.ABC):
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise ReplicaLost(f"the engine has failed: {self._failure}") from self._failure
-
-    def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run on the loop what its caller waits for."""
-        waiting: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return waiting.result()
 
     # ------------------------------------------------------------------------------------------------ on the loop
 

@@ -14,7 +14,7 @@ import contextlib
 import json
 import re
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -287,19 +287,16 @@ class OpenAIReplica:
 
 async def _events(content: Any) -> AsyncIterator[dict[str, Any]]:
     """Server-sent events, whatever their length."""
+    from orjson import loads  # several times as fast as json's, and each token is an event
+
     buffer = b""
     async for piece in content.iter_any():
         buffer += piece
         *whole_ones, buffer = buffer.split(b"\n\n")
         for event in whole_ones:
-            for found in _data(event):
-                yield found
-
-
-def _data(event: bytes) -> Iterator[dict[str, Any]]:
-    for line in event.splitlines():
-        if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
-            yield json.loads(line[5:])
+            for line in event.splitlines():
+                if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
+                    yield loads(line[5:])
 
 
 def _finished(reason: str | None) -> Finished | None:

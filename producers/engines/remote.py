@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from headrace.schemas.errors import ReplicaLost
 
 from ..replicas import Limits, Pool
-from . import Changes, GenerationRequest, Progress, Replica, ReplicaHealth
+from . import Changes, Engine, GenerationRequest, Progress, Replica, ReplicaHealth
 from .driven import LoopEngine
 from .probe import TEXTS, probe_replica
 from .served import ModelFolder, check_changes, refuse_nan, whole, write_changes
@@ -23,6 +25,7 @@ log = logging.getLogger("headrace.engines.remote")
 
 UPDATE_S = 60.0  # for a replica to take an update
 LAGGARD_S = 5.0  # more, once another has it
+LOOK_S = 0.05  # between two calls of `between_steps`: how late new weights may be noticed
 
 
 class UpdatableReplica(Replica, Protocol):
@@ -52,7 +55,7 @@ class RemoteEngine(LoopEngine):
         # Replicas whose weights are being made anew -> what was updated since that began.
         self._missed: dict[str, list[tuple[int, Changes]]] = {}
         try:
-            self._pool: Pool = self._on_loop(self._start(limits))
+            self._pool: Pool = self.run(self._start(limits))
         except BaseException:
             self.close()
             raise
@@ -70,12 +73,17 @@ class RemoteEngine(LoopEngine):
         check_changes(version, self._version, self._folder.bits, changes)
         refuse_nan(version, changes, self._folder.dtype)
         self._check_alive()
-        self._on_loop(self._update(version, changes))
+        self.run(self._update(version, changes))
 
     def fingerprint(self) -> dict[str, str]:
         return dict(self._facts)
 
     # ------------------------------------------------------------------------------------------------ on the loop
+
+    def stream(self, request: GenerationRequest) -> AsyncIterator[Progress]:
+        """The request's tokens for who runs on the loop; no step reports them. Raises EngineError where it can never
+        run."""
+        return self._generate(self._possible(request))
 
     async def _start(self, limits: Limits | None) -> Pool:
         pool = self._pool = Pool(list(self._replicas.values()), limits=limits, admit=self._admit)
@@ -149,3 +157,53 @@ class RemoteEngine(LoopEngine):
             error = TimeoutError("it took too long") if task in waiting else task.exception()
             answers[name] = None if error is None else str(error)
         return answers
+
+
+class RemoteReplica:
+    """Offers `Replica` over a `RemoteEngine`, on the engine's own loop: what calls it runs there (`RemoteEngine.run`).
+    No token changes threads on its way from the server to the caller, which would cost more than all that is done to
+    it. `close` leaves the engine open.
+
+    `between_steps` is called every 50 ms on a thread of its own, where a weight receiver's `apply_ready` may wait for
+    the servers. What it raises ends the replica.
+    """
+
+    def __init__(self, engine: RemoteEngine, *, name: str = "remote",
+                 between_steps: Callable[[Engine], object]) -> None:  # fmt: skip
+        self.name = name
+        self._engine, self._between = engine, between_steps
+        self._lost: str | None = None  # why nothing runs here any more
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._look, name=f"weights of {name}", daemon=True)
+        self._thread.start()
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Progress]:
+        """Raises at once what a request can be refused for."""
+        self._check_alive()
+        return self._engine.stream(request)
+
+    async def health(self) -> ReplicaHealth:
+        """Where no server serves now, requests wait: the replica isn't lost by that."""
+        self._check_alive()
+        pool, serving = self._engine.pool, not self._closing.is_set()
+        try:
+            return replace(await pool.health(), serving=serving)
+        except ReplicaLost:
+            return ReplicaHealth(self._engine.version, serving, 0, pool.waiting, self._engine.capacity)
+
+    async def close(self) -> None:
+        self._closing.set()
+        await asyncio.to_thread(self._thread.join)
+        self._lost = self._lost or f"replica {self.name} is gone: it was closed"
+
+    def _check_alive(self) -> None:
+        if self._lost is not None:
+            raise ReplicaLost(self._lost)
+
+    def _look(self) -> None:
+        try:
+            while not self._closing.wait(LOOK_S):
+                self._between(self._engine)
+        except Exception as error:  # whatever it was, nobody knows what is served now
+            log.exception("replica %s is lost", self.name)
+            self._lost = f"replica {self.name} is gone: its engine failed: {type(error).__name__}: {error}"

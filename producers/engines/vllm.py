@@ -70,10 +70,10 @@ class VllmEngine(LoopEngine):
             cache = blocks * BLOCK * folder.cache_bytes_per_token(compute_dtype)
             arguments |= {"enforce_eager": True, "block_size": BLOCK, "kv_cache_memory_bytes": cache}
         try:
-            self._engine = self._on_loop(self._start(arguments))
+            self._engine = self.run(self._start(arguments))
             if folder.rounded:  # vLLM read the folder's values, not what the published dtype makes of them
-                self._on_loop(self._write(whole(self._bits)))
-            if differing := self._on_loop(self._compare()):
+                self.run(self._write(whole(self._bits)))
+            if differing := self.run(self._compare()):
                 raise ModelError(f"{model_path}: vLLM serves these tensors under no such name, so they can't be kept "
                                  f"up to date: {', '.join(differing[:5])}")  # fmt: skip
         except BaseException:
@@ -87,11 +87,11 @@ class VllmEngine(LoopEngine):
         refuse_nan(version, changes, self._dtype)
         self._check_alive()
         write_changes(self._bits, changes)
-        self._on_loop(self._update(version, changes))
+        self.run(self._update(version, changes))
 
     def differing(self) -> list[str]:
         """Names of the tensors where what vLLM computes with isn't what `served_arrays` says. Reads all of them."""
-        return self._on_loop(self._paused(self._compare))
+        return self.run(self._paused(self._compare))
 
     def fingerprint(self) -> dict[str, str]:
         import torch

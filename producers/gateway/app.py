@@ -7,11 +7,13 @@ when all of it was handed to a connection that stood until then.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeVar
 
+from orjson import dumps
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -23,6 +25,7 @@ from headrace.schemas.errors import Backpressure, HeadraceError, NoProgress
 from headrace.schemas.outcomes import Boundary, Outcome, Purpose
 
 from ..groups import judged
+from ..watch import Watch
 from .attempts import AgentEpisode
 from .lessee import REASON_FINISHED, Gateway
 from .protocol import Asked, Refused, chat_request, completion_request, envelope, last_piece, piece
@@ -172,44 +175,53 @@ class _Answer(Response):
 
     async def _stream(self, gone: asyncio.Task[None], send: Send) -> bool:
         turn, asked, sent, begun = self._turn, self._asked, 0, False
-        head = ""
-        while not gone.done():
-            over = turn.over
-            if over and turn.error is not None and not begun:
-                await _refusal(turn.error)({"type": "http"}, _never, send)
-                return False
-            text = turn.shown
-            events = ""
-            if not begun and (over or turn.tokens):
-                version = turn.runs[-1][0] if turn.runs else 0
-                head = json.dumps(envelope(turn.name, turn.created, asked, f"v{version}", stream=True))[:-1]
-                await send(_start(200, b"text/event-stream"))
-                begun = True
-                if asked.kind == "chat":
-                    events = _event(head, piece(asked, "", first=True))
-            if len(text) > sent:
-                events += _event(head, piece(asked, text[sent:]))
-                sent = len(text)
-            if over:
-                events += self._end(head)
-            if events:
-                async with asyncio.timeout(SEND_S):
-                    await send({"type": "http.response.body", "body": events.encode(), "more_body": not over})
-            if over:
-                return turn.error is None
-            await turn.more()
+        head, around = "", (b"", b"")
+        with contextlib.closing(Watch(lambda since: since + SEND_S)) as watch:
+            while not gone.done():
+                over = turn.over
+                if over and turn.error is not None and not begun:
+                    await _refusal(turn.error)({"type": "http"}, _never, send)
+                    return False
+                events = b""
+                if not begun and (over or turn.tokens):
+                    version = turn.runs[-1][0] if turn.runs else 0
+                    head = json.dumps(envelope(turn.name, turn.created, asked, f"v{version}", stream=True))[:-1]
+                    around = _around(head, asked)
+                    await send(_start(200, b"text/event-stream"))
+                    begun = True
+                    if asked.kind == "chat":
+                        events = _event(head, piece(asked, "", first=True))
+                shown = turn.reading.shown()
+                if shown > sent:
+                    events += around[0] + dumps(turn.reading.text[sent:shown]) + around[1]
+                    sent = shown
+                if over:
+                    events += self._end(head)
+                if events:
+                    with watch:
+                        await send({"type": "http.response.body", "body": events, "more_body": not over})
+                if over:
+                    return turn.error is None
+                await turn.more()
         return False
 
-    def _end(self, head: str) -> str:
+    def _end(self, head: str) -> bytes:
         if self._turn.error is not None:
-            return f"data: {json.dumps(self._turn.error.body())}\n\n"
+            return f"data: {json.dumps(self._turn.error.body())}\n\n".encode()
         told = self._turn.told()
-        usage = f'data: {head}, "choices": [], "usage": {json.dumps(told.usage())}}}\n\n'
-        return _event(head, last_piece(told)) + usage * self._asked.stream_usage + "data: [DONE]\n\n"
+        usage = f'data: {head}, "choices": [], "usage": {json.dumps(told.usage())}}}\n\n'.encode()
+        return _event(head, last_piece(told)) + usage * self._asked.stream_usage + b"data: [DONE]\n\n"
 
 
-def _event(head: str, choice: dict[str, Any]) -> str:
-    return f'data: {head}, "choices": [{json.dumps(choice)}]}}\n\n'
+def _event(head: str, choice: dict[str, Any]) -> bytes:
+    return f'data: {head}, "choices": [{json.dumps(choice)}]}}\n\n'.encode()
+
+
+def _around(head: str, asked: Asked) -> tuple[bytes, bytes]:
+    """What stands before and after a token's text in its event: the same for all of a stream."""
+    mark = "\x00"
+    before, after = _event(head, piece(asked, mark)).rsplit(json.dumps(mark).encode(), 1)
+    return before, after
 
 
 def _start(status: int, kind: bytes, length: int | None = None) -> dict[str, Any]:

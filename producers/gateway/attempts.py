@@ -29,6 +29,7 @@ from .turns import Turn
 log = logging.getLogger("headrace.gateway")
 
 REASON_NO_TURN = "no_turn"
+COUNTS = ("turns", "branches", "retried", "orphaned_turns", "orphaned_tokens", "sampled_tokens")
 
 
 class AgentEpisode:
@@ -63,8 +64,7 @@ class AgentEpisode:
         self._active_at = time.monotonic()
         self.over: str | None = None  # why it takes no more requests
         self.result: dict[str, Any] | None = None
-        self.counts = {"turns": 0, "branches": 0, "retried": 0, "orphaned_turns": 0, "orphaned_tokens": 0,
-                       "sampled_tokens": 0}  # fmt: skip
+        self.counts = dict.fromkeys(COUNTS, 0)
         self.branches: list[str] = []  # why, each once
 
     # ------------------------------------------------------------------------------------------------- requests

@@ -33,7 +33,7 @@ from headrace.schemas.settings import RunSettings
 from ..engines import Replica
 from ..episodes import Attempt, EpisodeWriter
 from ..sdk import Producer
-from .attempts import AgentEpisode
+from .attempts import COUNTS, AgentEpisode
 from .protocol import Refused
 from .tokenizer import Tokenizer
 from .turns import Turn
@@ -135,10 +135,10 @@ class Gateway:
         return self.summary(name)
 
     def totals(self) -> dict[str, float]:
-        out = self._totals.copy()
-        for episode in self._episodes.values():
-            out.update(episode.counts)
-        return {"open_episodes": float(len(self._episodes)), **{name: float(count) for name, count in out.items()}}
+        episodes = self._episodes.values()
+        counts = {name: self._totals[name] + sum(one.counts[name] for one in episodes) for name in COUNTS}
+        return {"open_episodes": float(len(episodes)), "episodes": float(self._totals["episodes"]),
+                **{name: float(count) for name, count in counts.items()}}  # fmt: skip
 
     async def look_after(self) -> None:
         """For ever: end what nobody will end."""
@@ -182,12 +182,13 @@ class Gateway:
 
     async def _sample(self, episode: AgentEpisode, turn: Turn) -> None:
         await self._updates.admitted(episode.lease.min_version)
-        if episode.lease.version is not None and self._updates.version > episode.lease.version:
-            turn.fail(self._other_version(episode.lease))
-            return
-        await turn.generate(self._replica, self._tokenizer.eos)
-        if turn.runs:
-            self._updates.sampled(turn.runs[-1][0])
+        try:
+            if episode.lease.version is not None and self._updates.version > episode.lease.version:
+                turn.fail(self._other_version(episode.lease))
+            else:
+                await turn.generate(self._replica, self._tokenizer.eos)
+        finally:
+            self._updates.ended(turn.runs[-1][0] if turn.runs else None)
 
     def _other_version(self, lease: Lease) -> Refused:
         return Refused(410, f"version {lease.version} is served no more: version {self._updates.version} is",

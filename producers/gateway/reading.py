@@ -25,8 +25,10 @@ class Reading:
         """What one more token said; whether a stop string is complete, so that nothing may follow."""
         if not piece or self.stopped:
             return self.stopped
-        before = max(0, len(self.text) - self._longest + 1)
         self.text += piece
+        if not self._stops:
+            return False
+        before = max(0, len(self.text) - len(piece) - self._longest + 1)
         places = [place for stop in self._stops if (place := self.text.find(stop, before)) >= 0]
         if places:
             self.text, self.stopped = self.text[: min(places)], True

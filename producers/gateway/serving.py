@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import secrets
@@ -23,9 +24,12 @@ from headrace.schemas.errors import ReplicaLost, SettingsError
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import RunTopics
 
+from ..engines import Replica
 from ..engines.local import LocalReplica
 from ..engines.opening import EngineChoice, open_engine
+from ..engines.remote import RemoteEngine, RemoteReplica
 from ..engines.served import ModelFolder
+from ..loops import new_loop
 from ..receiver import Receiver
 from ..sdk import Producer
 from .app import application
@@ -82,12 +86,24 @@ def run_gateway(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettin
             fingerprint = engine.fingerprint()
 
             async def serve() -> None:
-                replica = LocalReplica(engine, name=name, between_steps=updates.between_steps)
+                replica: Replica
+                if isinstance(engine, RemoteEngine):
+                    replica = RemoteReplica(engine, name=name, between_steps=updates.between_steps)
+                else:
+                    replica = LocalReplica(engine, name=name, between_steps=updates.between_steps)
                 gateway = Gateway(producer, settings, tokenizer, replica, updates, engine=fingerprint,
                                   grace_s=place.orphan_grace_s)  # fmt: skip
                 await serve_http(gateway, replica, updates, listening, place, token, topics.run, stop)
 
-            asyncio.run(serve())
+            # What is here now stays: a collection that looked through all of it would hold every stream for as long.
+            gc.collect()
+            gc.freeze()
+            if isinstance(engine, RemoteEngine):  # it lives on its engine's loop
+                with contextlib.closing(engine):
+                    engine.run(serve())
+            else:
+                with asyncio.Runner(loop_factory=new_loop) as runner:
+                    runner.run(serve())
 
 
 async def serve_http(gateway: Gateway, replica: Any, updates: Updates, listening: socket.socket, place: Place,
@@ -100,7 +116,7 @@ async def serve_http(gateway: Gateway, replica: Any, updates: Updates, listening
     url = (place.public_url or f"http://{host}:{port}").rstrip("/")
     app = application(gateway, token=token, model=run, base_url=f"{url}/v1")
     server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off",
-                                    timeout_graceful_shutdown=DRAIN_S))  # fmt: skip
+                                    proxy_headers=False, timeout_graceful_shutdown=DRAIN_S))  # fmt: skip
     tasks = [loop.create_task(work) for work in (server.serve([listening]), gateway.look_after())]
     log.info("serving version %d at %s/v1; the admin token is in %s", updates.version, url,
              TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else place.token_file)  # fmt: skip

@@ -49,12 +49,7 @@ class Turn:
         self.created = int(time.time())
         self.began = time.monotonic()
         self.submitted = self.first = self.ended = 0.0  # monotonic too
-        self._news = asyncio.Event()
-
-    @property
-    def shown(self) -> str:
-        """As much of the text as may be given out now."""
-        return self.reading.text[: self.reading.shown()]
+        self._waiting: list[asyncio.Future[None]] = []
 
     @property
     def over(self) -> bool:
@@ -96,13 +91,17 @@ class Turn:
 
     def tell(self) -> None:
         """Wake those who wait for `more`."""
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            if not one.done():
+                one.set_result(None)
 
     async def more(self) -> None:
         """Wait until something changed."""
         if not self.over:
-            await self._news.wait()
+            news = asyncio.get_running_loop().create_future()
+            self._waiting.append(news)
+            await news
 
     def answer(self) -> Answer:
         return self.reading.answer()

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import itertools
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -151,24 +152,28 @@ def _replica(port: int = 0) -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 def test_killed_replica_costs_an_agent_nothing(tmp_path: Path, kafka: dict[str, Any], run_name: str) -> None:
-    with _replica() as (first, one), _replica() as (second, two):
-        engine = f'engine = "openai"\nreplicas = ["http://127.0.0.1:{one}", "http://127.0.0.1:{two}"]'
-        run = GatewayRun(tmp_path, kafka, run_name, engine=engine)
+    """Nor does a silent one. The first is killed; another is stopped: its connections stay open and say nothing, until
+    health checks find it out, and later it goes on with what nobody waits for any more."""
+    with _replica() as (first, one), _replica() as (second, two), _replica() as (third, three):
+        servers = ", ".join(f'"http://127.0.0.1:{port}"' for port in (one, two, three))
+        run = GatewayRun(tmp_path, kafka, run_name, engine=f'engine = "openai"\nreplicas = [{servers}]')
         with run.roles(), ThreadPoolExecutor(8) as pool:
             run.start_gateway()
-            episodes = [run.one() for _ in range(8)]
-            body = [{"role": "user", "content": "go"}]
-            asked = [pool.submit(run.chat, episode["key"], body, max_tokens=40, return_token_ids=True)
-                     for episode in episodes]  # fmt: skip
-            time.sleep(1.0)  # half way through their two seconds
-            first.kill()
-            answers = [one.result(60)["choices"][0] for one in asked]
-            assert second.poll() is None
-            for episode, answer in zip(episodes, answers, strict=True):
-                assert len(answer["token_ids"]) == 40
-                run.finish(episode["id"], 1.0)
-                found = [e for e in run.attempt(episode) if isinstance(e, Span) and e.source == Source.MODEL]
-                assert [t for span in found for t in span.token_ids().tolist()] == answer["token_ids"]
+            for server, how in ((first, signal.SIGKILL), (second, signal.SIGSTOP)):
+                episodes = [run.one() for _ in range(8)]
+                body = [{"role": "user", "content": "go"}]
+                asked = [pool.submit(run.chat, episode["key"], body, max_tokens=40, return_token_ids=True)
+                         for episode in episodes]  # fmt: skip
+                time.sleep(1.0)  # half way through their two seconds
+                server.send_signal(how)
+                answers = [one.result(60)["choices"][0] for one in asked]
+                assert third.poll() is None
+                second.send_signal(signal.SIGCONT)
+                for episode, answer in zip(episodes, answers, strict=True):
+                    assert len(answer["token_ids"]) == 40
+                    run.finish(episode["id"], 1.0)
+                    found = [e for e in run.attempt(episode) if isinstance(e, Span) and e.source == Source.MODEL]
+                    assert [t for span in found for t in span.token_ids().tolist()] == answer["token_ids"]
         _check_attempts(run)
         assert run.ledger().closes
 

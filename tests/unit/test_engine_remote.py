@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,12 @@ import numpy as np
 import pytest
 
 from headrace.models import tiny_model
-from headrace.producers.engines import Changes, GenerationRequest, Sampling
+from headrace.producers.engines import Changes, Engine, GenerationRequest, Progress, Sampling
 from headrace.producers.engines.local import LocalReplica
-from headrace.producers.engines.remote import RemoteEngine
+from headrace.producers.engines.remote import RemoteEngine, RemoteReplica
 from headrace.producers.engines.served import ModelFolder, as_text, from_text, messages, whole
 from headrace.producers.replicas import Limits, State
-from headrace.schemas.errors import ReplicaLost, WeightsRefused
+from headrace.schemas.errors import EngineError, LogError, ReplicaLost, WeightsRefused
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -173,3 +174,46 @@ def test_an_update_travels_in_messages_of_bounded_size_and_arrives_as_it_was(mon
         assert (where is None) == (positions is None)
         assert where is None or np.array_equal(np.frombuffer(where, "<i8"), positions)
     assert list(whole(bits)) == list(bits)
+
+
+def test_on_the_engines_own_loop_tokens_come_from_who_serves_across_an_update_and_until_weights_fail(
+    model: Path,
+) -> None:
+    def between(engine: Engine) -> None:
+        if fail.is_set():
+            raise LogError("the log is gone")
+
+    fail = threading.Event()
+    engine = engine_of(model, Fickle(model, "a"))
+
+    async def ask(number: int) -> list[Progress]:
+        wanted = GenerationRequest(f"{number}", [5, 6, 7], Sampling(1.0, 6, number), frozenset({10**6}))
+        return [one async for one in replica.generate(wanted)]
+
+    async def test() -> None:
+        steps = await ask(0)
+        assert sum(len(one.token_ids) for one in steps) == 6 and {one.version for one in steps} == {0}
+        await asyncio.to_thread(engine.apply, 1, update(engine))
+        assert {one.version for one in await ask(1)} == {1} and (await replica.health()).version == 1
+        with pytest.raises(EngineError, match="takes 128"):
+            replica.generate(GenerationRequest("long", [5] * 120, Sampling(1.0, 60, 1)))
+        engine.pool.fence("a", "for a moment")
+        assert (await replica.health()).serving  # its requests wait
+        assert len(await ask(2)) == 6
+        fail.set()
+        while True:
+            try:
+                await replica.health()
+            except ReplicaLost as error:
+                assert "the log is gone" in str(error)
+                break
+            await asyncio.sleep(0.02)
+        with pytest.raises(ReplicaLost, match="the log is gone"):
+            await ask(3)
+        await replica.close()
+
+    replica = RemoteReplica(engine, between_steps=between)
+    try:
+        engine.run(asyncio.wait_for(test(), 60))
+    finally:
+        engine.close()

@@ -13,6 +13,7 @@ import pytest
 
 from headrace.producers.engines import Engine, GenerationRequest, Progress, ReplicaHealth
 from headrace.producers.episodes import Attempt, EpisodeWriter
+from headrace.producers.gateway import app
 from headrace.producers.gateway.attempts import AgentEpisode
 from headrace.producers.gateway.protocol import Asked, Refused, chat_request, completion_request
 from headrace.producers.gateway.reading import Reading
@@ -203,6 +204,37 @@ def test_request_that_nobody_waits_for_is_aborted_and_masked_and_its_late_retry_
     staged(test)
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_client_whose_connection_stalls_is_as_one_that_went_away(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half open: it takes nothing more of its stream, and never says that it is gone."""
+    monkeypatch.setattr(app, "SEND_S", 0.05)
+
+    async def test() -> None:
+        stage, taken = Stage("yes"), list[Any]()
+        request = asked(user("q"), stream=True)
+        turn = stage.episode.ask(request)
+        while not turn.over:
+            await turn.more()
+
+        async def send(message: Any) -> None:
+            taken.append(message)
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()  # its buffers are full
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        await app._Answer(stage.episode, turn, request)({"type": "http"}, receive, send)
+        assert len(taken) == 2 and not turn.seen and not turn.watchers
+        if again:
+            assert await stage.say(user("q")) is turn and turn.seen
+        spans = await stage.end()
+        assert len(stage.replica.requests) == 1 and [span.source for span in spans] == [Source.PROMPT, Source.MODEL]
+        assert spans[1].count == 4 and (spans[1].mask is None) == again  # whole, once, and trained if it was seen
+
+    staged(test)
+
+
 def test_answer_that_nobody_took_is_an_orphan_at_the_end_unless_a_later_request_carries_it() -> None:
     async def test() -> None:
         stage = Stage("one", "two", "three")
@@ -321,7 +353,7 @@ def test_tool_call_is_told_as_one_and_not_streamed_as_text() -> None:
         seen = set()
         while not turn.over:
             await turn.more()
-            seen.add(turn.shown)
+            seen.add(turn.reading.text[: turn.reading.shown()])
         assert seen <= {"", "o", "ok"}
         message = turn.told().whole()["choices"][0]
         assert message["finish_reason"] == "tool_calls" and message["message"]["content"] == "ok"
@@ -358,23 +390,24 @@ class Weights:
         return ["clock"]
 
 
-class Busy:
-    version, active = 1, 1
+class Serving:
+    version = 1
 
 
 @pytest.mark.parametrize(("policy", "aborts"), [("keep", 0), ("hold", 0), ("abort", 1)])
 def test_new_weights_wait_for_requests_that_run_or_not_as_the_setting_says(policy: OnUpdate, aborts: int) -> None:
     async def test() -> None:
-        engine, aborted = Busy(), []
+        engine, aborted = Serving(), []
         updates = Updates(policy, cast(Receiver, Weights()), lambda clock: None)
         updates.version, updates.abort = 1, lambda: aborted.append(1)
+        await updates.admitted(1)
         for _ in range(3):
             updates.between_steps(cast(Engine, engine))
         assert engine.version == (2 if policy == "keep" else 1) and len(aborted) == aborts
         if policy != "keep":
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(updates.admitted(0), 0.2)
-            engine.active = 0
+            updates.ended(1)
             updates.between_steps(cast(Engine, engine))
         await asyncio.wait_for(updates.admitted(2), 1)
         assert updates.version == engine.version == 2
@@ -383,7 +416,7 @@ def test_new_weights_wait_for_requests_that_run_or_not_as_the_setting_says(polic
 
 
 def test_version_that_an_evaluation_is_pinned_to_stays_served() -> None:
-    engine, updates = Busy(), Updates("keep", cast(Receiver, Weights()), lambda clock: None)
+    engine, updates = Serving(), Updates("keep", cast(Receiver, Weights()), lambda clock: None)
     updates.pin("e", 1)
     updates.between_steps(cast(Engine, engine))
     assert engine.version == 1
