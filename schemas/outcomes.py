@@ -26,9 +26,19 @@ class Boundary(StrEnum):
     MODEL = "model"
     ENGINE = "engine"
     ENVIRONMENT = "environment"
+    SANDBOX = "sandbox"
     SCORER = "scorer"
     PRODUCER = "producer"
     LOG = "log"
+
+
+class Limit(StrEnum):
+    """What a sandbox has a bounded amount of: whoever uses it up has used it up."""
+
+    MEMORY = "memory"
+    PROCESSES = "processes"
+    DISK = "disk"
+    TIME = "time"
 
 
 class Closure(StrEnum):
