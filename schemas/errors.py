@@ -199,8 +199,8 @@ class DaemonLost(SandboxFailed):
 class SandboxLost(HeadraceError):
     """A sandbox is gone, or was given up, under the step that it ran; the message says what happened.
 
-    `limits`: which of its limits (`outcomes.Limit`) that step had hit. `from_within`: what ran in it ended it; nobody
-    outside did. `daemon`: its daemon is gone, or doesn't answer. Whose fault that makes it, `outcomes.of_error` says."""
+    `limits`: which of its limits (`outcomes.Limit`) were met. `from_within`: what ran in it ended it; nobody outside
+    did. `daemon`: its daemon is gone, or doesn't answer. Whose fault that makes it, `outcomes.of_error` says."""
 
     def __init__(self, message: str, limits: Collection[str] = (), *, from_within: bool = False, daemon: bool = False):
         self.limits, self.from_within, self.daemon = frozenset(limits), from_within, daemon

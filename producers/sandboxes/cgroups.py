@@ -2,7 +2,7 @@
 
 A group lies below this process's own, so that limits from outside hold for it too, in a folder that `sweep` knows by
 name; its own name is its owner's label. Where no group may be made (no root, nothing delegated, a hierarchy that is
-mounted read-only), `Groups.missing` says which limits that leaves out, and why: whoever starts sandboxes tells the user.
+mounted read-only), `Groups.missing` says which limits that leaves out, and why: a pool tells the user.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The kind `docker`: running containers with a shell attached, through the Docker SDK.
 
-What isolates: no network, no capability and none to gain, limits of memory (swap included), processes and CPU, Docker's
-own system call filter, nothing logged. Layers of the image are read-only; what a container writes lies in a layer of its
-own. Docker can't bound that layer on the usual file systems: no file may grow beyond `disk_bytes`, and a thread looks at
-all layers several times a second and ends a sandbox that is beyond it (what is written between two looks gets through).
+What isolates: no network, no capability and none to gain, limits of memory (swap included), processes and CPU,
+Docker's own system call filter, nothing logged. Layers of the image are read-only; what a container writes lies in a
+layer of its own. Docker can't bound that layer on the usual file systems: no file may grow beyond `disk_bytes`, and a
+thread looks at all layers several times a second and ends a sandbox that is beyond it (what is written between two
+looks gets through).
 
 A container ends when its attached connection does, and removes itself: so the death of its owner ends it, unless a step
 runs. The rest, and snapshots, carry their owner's label and are found by `sweep`.
@@ -35,7 +36,7 @@ from headrace.schemas.outcomes import Limit
 from . import Owner, SandboxSpec
 from .cgroups import Group
 from .image import plain_image
-from .shell import ARGV, OUTPUT, SETTLE_S, STATUS, Ended, Silent
+from .shell import ARGV, OUTPUT, STATUS, Ended, Silent
 from .stepping import ShellSandbox
 
 LABEL, MACHINE = "headrace.sandbox", "headrace.machine"
@@ -59,11 +60,14 @@ class DockerBackend:
     def __init__(self, address: str | None = None, image: str | None = None) -> None:
         try:
             import docker
+            import docker.errors
         except ImportError:
             raise SandboxFailed("sandboxes of kind docker need its SDK: pip install 'headrace[docker]'") from None
         self.address = address or os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
         self._client = lambda timeout_s: docker.APIClient(self.address, version="1.41", timeout=timeout_s,
                                                           max_pool_size=64)  # fmt: skip
+        self._not_found = docker.errors.NotFound
+        self._doomed: list[str] = []
         self._owner, self._machine = Owner.myself(), _machine()
         with self.asking("a connection"):
             self.api, self._pings = self._client(DAEMON_S), self._client(PING_S)
@@ -127,7 +131,20 @@ class DockerBackend:
     def remove(self, base: str) -> None:
         if base.startswith(f"{REPOSITORY}:"):
             with contextlib.suppress(SandboxFailed), self.asking(f"the removal of {base}"):
+                self._doomed.append(self.api.inspect_image(base)["Id"])
                 self.api.remove_image(base, force=True)
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Images that were removed while others stood on them go with the last of those."""
+        for image in reversed(list(self._doomed)):
+            with contextlib.suppress(SandboxFailed), self.asking("the removal of an image"):
+                try:
+                    self.api.remove_image(image, force=True)
+                except self._not_found:
+                    pass
+                with contextlib.suppress(ValueError):
+                    self._doomed.remove(image)
 
     def _remove(self, container: str) -> None:
         with contextlib.suppress(SandboxFailed), self.asking("the removal of a container"):
@@ -137,15 +154,15 @@ class DockerBackend:
         mine = {"label": [f"{MACHINE}={self._machine}", LABEL]}
         with self.asking("what was left behind"):
             containers = self.api.containers(all=True, filters=mine)
-            images = self.api.images(filters=mine)
+            images = self.api.images(filters=mine)  # newest first
         found = set()
         for one, remove in ((one, self._remove) for one in containers):
             if _orphan(one, found):
                 remove(one["Id"])
-        for one in images:
+        for one in reversed(images):
             if _orphan(one, found):
-                for tag in one.get("RepoTags") or ():
-                    self.remove(tag)
+                self._doomed.append(one["Id"])
+        self.tidy()
         return len(found)
 
     def answers(self) -> bool:
@@ -190,10 +207,10 @@ class DockerSandbox(ShellSandbox):
         with self._lock:
             if not self.alive:
                 raise self._lost()
-            tag = self._backend._owner.label(uuid.uuid4().hex[:12])
+            labels = self._backend.labels(uuid.uuid4().hex[:12])
             with self._backend.asking(f"a snapshot of {self.id}"):
-                self._backend.api.commit(self.container, REPOSITORY, tag, conf={"Labels": self._backend.labels(tag)})
-            return f"{REPOSITORY}:{tag}"
+                self._backend.api.commit(self.container, REPOSITORY, labels[LABEL], conf={"Labels": labels})
+            return f"{REPOSITORY}:{labels[LABEL]}"
 
     def kill(self) -> None:
         self._killed = True
@@ -216,6 +233,7 @@ class DockerSandbox(ShellSandbox):
     def _end(self) -> None:
         if not self._frames.closed or self._backend.answers():
             self._backend._remove(self.container)
+            self._backend.tidy()
 
     def _late(self) -> Ended | None:
         if not self._backend.answers():

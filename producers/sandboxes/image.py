@@ -52,8 +52,8 @@ def closure(packages: Sequence[str]) -> list[str]:
     """`package=version` of the installed ones among these, and of what they depend on. Raises SandboxFailed."""
     if shutil.which("dpkg-query") is None:
         raise SandboxFailed("the plain image is made of Debian packages, and this machine has none: name an image")
-    said = subprocess.run(["dpkg-query", "-W", "-f", "${Package}\t${Version}\t${Pre-Depends}, ${Depends}\t${Provides}\n"],
-                          check=True, capture_output=True, text=True).stdout  # fmt: skip
+    fields = "${Package}\t${Version}\t${Pre-Depends}, ${Depends}\t${Provides}\n"
+    said = subprocess.run(["dpkg-query", "-W", "-f", fields], check=True, capture_output=True, text=True).stdout
     versions, needs, provided = {}, {}, {}
     for line in said.splitlines():
         package, version, depends, provides = line.split("\t")

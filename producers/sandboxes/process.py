@@ -23,7 +23,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 import uuid
 from pathlib import Path
 
@@ -42,8 +41,8 @@ NAME = VARIABLE.encode()
 READ_BYTES = 64 << 10
 INODE_BYTES = 1024  # of disk for each file: the kernel's memory for it
 
-# Outside of it, in a mount namespace that only the sandbox will have: $1 mount point, $2 bytes, $3 files, $4 layers with
-# a colon after each, $5 base or nothing, $6 number of control groups, then their doors.
+# Outside of it, in a mount namespace that only the sandbox will have: $1 mount point, $2 bytes, $3 files, $4 layers
+# with a colon after each, $5 base or nothing, $6 number of control groups, then their doors.
 _MOUNT = r"""
 set -e
 at=$1 bytes=$2 files=$3 layers=$4 base=$5 doors=$6
@@ -52,6 +51,7 @@ for ((; doors; doors--)); do echo $$ > "$1"; shift; done
 mount -t tmpfs -o size="$bytes",nr_inodes="$files",mode=755 tmpfs "$at"
 mkdir "$at/upper" "$at/work" "$at/root" "$at/plain"
 mkdir -p "$at/plain/etc" "$at/plain/usr" "$at/plain/root" "$at/plain/var" "$at/plain/home/agent"
+for name in bin lib lib64 sbin; do if [ -L "/$name" ]; then ln -s "usr/$name" "$at/plain/$name"; fi; done
 mount -t overlay overlay -o lowerdir="$layers${base:-$at/plain}",upperdir="$at/upper",workdir="$at/work" "$at/root"
 exec "$@"
 """
@@ -70,7 +70,8 @@ class ProcessBackend:
                                     "apt-get install bubblewrap)")  # fmt: skip
         self._owner = Owner.myself()
         folder = folder or Path(tempfile.gettempdir())
-        self._mount_point, self._layers = folder / "headrace-sandbox", Layers(folder / "headrace-snapshots")
+        self._mount_point, self.snapshots = folder / "headrace-sandbox", folder / "headrace-snapshots"
+        self._layers = Layers(self.snapshots)
         self._mount_point.mkdir(parents=True, exist_ok=True)
         self._groups = Groups()
 
@@ -102,9 +103,7 @@ class ProcessBackend:
         at, doors = str(self._mount_point), [str(door) for door in group.doors] if group else []
         # As root one more user namespace would only get in the way of the mounts; anyone else needs it for them.
         outer = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
-        system = [] if base is not None else ["--ro-bind", "/usr", "/usr"] + [
-            word for name in ("bin", "lib", "lib64", "sbin") if Path("/", name).is_symlink()
-            for word in ("--symlink", f"usr/{name}", f"/{name}")]  # fmt: skip
+        system = [] if base is not None else ["--ro-bind", "/usr", "/usr"]
         return [*outer, "bash", "-c", _MOUNT, "mount", at, str(spec.disk_bytes), str(spec.disk_bytes // INODE_BYTES),
                 layers, base or "", str(len(doors)), *doors,
                 "bwrap", "--unshare-all", "--unshare-user", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL",

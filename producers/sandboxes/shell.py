@@ -65,6 +65,7 @@ class Shell:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self._words = b""
         self._said = b""  # on the status stream, not yet a whole line
         self._number = 0
         self._output: Between | None = None
@@ -91,7 +92,8 @@ class Shell:
 
     @property
     def last_words(self) -> str:
-        return self._said.decode(errors="replace").strip()
+        """Of what should have become the shell."""
+        return (self._words + self._said).decode(errors="replace").strip()
 
     # ------------------------------------------------------------------------------------------------- the streams
 
@@ -114,6 +116,8 @@ class Shell:
                 kind, *values = line.decode(errors="replace").split(" ")
                 if kind in kinds and (kind != "S" or values[1:] == [str(number)]) and all(map(str.isdecimal, values)):
                     return kind, values[0] if values else ""
+                if len(kind) != 1:  # somebody else's words, before the shell was there
+                    self._words = line
             left = deadline - time.monotonic()
             if left <= 0:
                 raise Silent

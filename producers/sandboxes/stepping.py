@@ -6,6 +6,7 @@ A kind says how its shell is reached, what its first process is, which limits we
 from __future__ import annotations
 
 import abc
+import signal
 import threading
 import time
 
@@ -16,6 +17,8 @@ from . import SandboxSpec, StepResult, ticks_now
 from .cgroups import Counters, Group
 from .shell import SETTLE_S, Channel, Ended, Kept, Shell, Silent
 from .trees import CannotEnd, kill_since
+
+FILE_TOO_LARGE = 128 + signal.SIGXFSZ
 
 
 class ShellSandbox(abc.ABC):
@@ -83,6 +86,8 @@ class ShellSandbox(abc.ABC):
             except EOFError:
                 raise self._lost() from None
             limits = self._limits()[0] | ({Limit.TIME} if ended is None else set())
+            if ended is not None and ended.code == FILE_TOO_LARGE:
+                limits |= {Limit.DISK}
             return StepResult(kept.output, kept.dropped, ended.code if ended else None, ended is None or ended.died,
                               time.monotonic() - began, limits)  # fmt: skip
 
