@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.producers.sandboxes import Backend, SandboxSpec
+from headrace.producers.sandboxes import Backend, Sandbox, SandboxSpec
 from headrace.producers.sandboxes.cgroups import FOLDER
-from headrace.producers.sandboxes.docker import LABEL, DockerBackend
-from headrace.producers.sandboxes.process import VARIABLE, ProcessBackend
+from headrace.producers.sandboxes.docker import LABEL, DockerBackend, DockerSandbox
+from headrace.producers.sandboxes.process import VARIABLE, ProcessBackend, ProcessSandbox
 from headrace.schemas.errors import SandboxFailed
 
 KINDS: dict[str, Callable[[], Backend]] = {"process": ProcessBackend, "docker": DockerBackend}
@@ -44,6 +44,14 @@ def needs(backend: Backend, *limits: str) -> None:
     lacking = [one for one in backend.missing if one.startswith(limits)]
     if lacking:
         pytest.skip(f"limits that sandboxes of kind {backend.kind} lack here: {'; '.join(lacking)}")
+
+
+def kill_from_outside(sandbox: Sandbox) -> None:
+    if isinstance(sandbox, DockerSandbox):
+        sandbox._backend.api.kill(sandbox.container)
+    else:
+        assert isinstance(sandbox, ProcessSandbox)
+        sandbox._process.kill()
 
 
 def within(seconds: float, true: Callable[[], bool]) -> bool:

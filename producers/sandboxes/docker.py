@@ -67,7 +67,8 @@ class DockerBackend:
         self._client = lambda timeout_s: docker.APIClient(self.address, version="1.41", timeout=timeout_s,
                                                           max_pool_size=64)  # fmt: skip
         self._not_found = docker.errors.NotFound
-        self._doomed: list[str] = []
+        self._doomed: list[str] = []  # images
+        self._left: list[str] = []  # containers
         self._owner, self._machine = Owner.myself(), _machine()
         with self.asking("a connection"):
             self.api, self._pings = self._client(DAEMON_S), self._client(PING_S)
@@ -147,15 +148,28 @@ class DockerBackend:
                     self._doomed.remove(image)
 
     def _remove(self, container: str) -> None:
-        with contextlib.suppress(SandboxFailed), self.asking("the removal of a container"):
-            self.api.remove_container(container, force=True, v=True)
+        try:
+            with self.asking("the removal of a container"):
+                self.api.remove_container(container, force=True, v=True)
+        except DaemonLost:
+            self._left.append(container)
+        except SandboxFailed:  # it has removed itself, or is about to
+            pass
+
+    def discard(self, container: str) -> None:
+        """Remove it, now or as soon as the daemon answers again."""
+        self._left.append(container)
+        if self.answers():
+            while self._left:
+                self._remove(self._left.pop())
+            self.tidy()
 
     def sweep(self) -> int:
         mine = {"label": [f"{MACHINE}={self._machine}", LABEL]}
         with self.asking("what was left behind"):
             containers = self.api.containers(all=True, filters=mine)
             images = self.api.images(filters=mine)  # newest first
-        found = set()
+        found = set[str]()
         for one, remove in ((one, self._remove) for one in containers):
             if _orphan(one, found):
                 remove(one["Id"])
@@ -231,9 +245,7 @@ class DockerSandbox(ShellSandbox):
         return self.beyond
 
     def _end(self) -> None:
-        if not self._frames.closed or self._backend.answers():
-            self._backend._remove(self.container)
-            self._backend.tidy()
+        self._backend.discard(self.container)
 
     def _late(self) -> Ended | None:
         if not self._backend.answers():

@@ -54,14 +54,16 @@ def closure(packages: Sequence[str]) -> list[str]:
         raise SandboxFailed("the plain image is made of Debian packages, and this machine has none: name an image")
     fields = "${Package}\t${Version}\t${Pre-Depends}, ${Depends}\t${Provides}\n"
     said = subprocess.run(["dpkg-query", "-W", "-f", fields], check=True, capture_output=True, text=True).stdout
-    versions, needs, provided = {}, {}, {}
+    versions: dict[str, str] = {}
+    needs: dict[str, list[str]] = {}
+    provided: dict[str, str] = {}
     for line in said.splitlines():
         package, version, depends, provides = line.split("\t")
         versions[package] = version
         needs[package] = [word for part in depends.split(",") for word in _names(part.split("|"))]
         for name in _names(provides.split(",")):
             provided.setdefault(name, package)
-    found, todo = set(), list(packages)
+    found, todo = set[str](), list(packages)
     while todo:
         package = todo.pop()
         package = package if package in versions else provided.get(package, "")

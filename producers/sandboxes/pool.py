@@ -130,6 +130,10 @@ class Pool:
         finally:
             self.release(one)
 
+    def remove(self, snapshot: str) -> None:
+        """Of one of its sandboxes: it isn't needed any more."""
+        self._backend.remove(snapshot)
+
     def figures(self) -> Figures:
         with self._changed:
             return Figures(len(self._in_use), len(self._ready) + len(self._spare), self._starting.total(),

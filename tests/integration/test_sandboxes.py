@@ -16,13 +16,12 @@ from pathlib import Path
 import pytest
 
 from headrace.producers.sandboxes import Backend, Owner, Sandbox, SandboxSpec
-from headrace.producers.sandboxes.docker import DockerSandbox
 from headrace.producers.sandboxes.pool import Pool
-from headrace.producers.sandboxes.process import ProcessBackend, ProcessSandbox
+from headrace.producers.sandboxes.process import ProcessBackend
 from headrace.producers.sandboxes.sizing import Size
 from headrace.schemas.errors import SandboxFailed, SandboxLost
 from headrace.schemas.outcomes import Limit
-from tests.sandboxes import KINDS, START_S, STEP_S, backend_of, labelled, needs, running, within
+from tests.sandboxes import KINDS, START_S, STEP_S, backend_of, kill_from_outside, labelled, needs, running, within
 
 
 @pytest.fixture(params=list(KINDS))
@@ -261,7 +260,7 @@ def test_model_that_kills_everything_loses_its_sandbox_by_its_own_doing(sandbox:
 def test_sandbox_that_is_killed_from_outside_is_not_the_model_s_doing(backend: Backend) -> None:
     one = backend.start(SandboxSpec(), START_S)
     try:
-        thread = threading.Timer(0.3, _kill_from_outside, [backend, one])
+        thread = threading.Timer(0.3, kill_from_outside, [one])
         thread.start()
         with pytest.raises(SandboxLost) as lost:
             one.step("sleep 1000", STEP_S)
@@ -269,14 +268,6 @@ def test_sandbox_that_is_killed_from_outside_is_not_the_model_s_doing(backend: B
         assert not lost.value.from_within and not lost.value.limits
     finally:
         one.kill()
-
-
-def _kill_from_outside(backend: Backend, sandbox: Sandbox) -> None:
-    if isinstance(sandbox, DockerSandbox):
-        sandbox._backend.api.kill(sandbox.container)
-    else:
-        assert isinstance(sandbox, ProcessSandbox)
-        sandbox._process.kill()
 
 
 def test_base_that_cannot_start_is_a_typed_error(backend: Backend, tmp_path: Path) -> None:
