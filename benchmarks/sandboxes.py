@@ -47,6 +47,7 @@ SPEC = SandboxSpec()
 def measure(options: argparse.Namespace, result: Result) -> None:
     starts, steps, takes = (8, 50, 24) if options.quick else (48, 1000, 1000)
     for kind in ("process", "docker"):
+        backend: Backend | None
         try:
             backend = backend_of(kind)
             backend.start(SPEC, WAIT_S).kill()
@@ -54,7 +55,7 @@ def measure(options: argparse.Namespace, result: Result) -> None:
             if kind == "process" and not _docker_answers():
                 raise CannotMeasure(str(error)) from error
             result.note(f"Left out: {error}")
-            backend = None  # type: ignore[assignment]
+            backend = None
         medians: dict[str, float] = {}
         if backend is not None:
             for limit in backend.missing:

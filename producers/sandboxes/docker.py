@@ -64,14 +64,13 @@ class DockerBackend:
         except ImportError:
             raise SandboxFailed("sandboxes of kind docker need its SDK: pip install 'headrace[docker]'") from None
         self.address = address or os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
-        self._client = lambda timeout_s: docker.APIClient(self.address, version="1.41", timeout=timeout_s,
-                                                          max_pool_size=64)  # fmt: skip
         self._not_found = docker.errors.NotFound
         self._doomed: list[str] = []  # images
         self._left: list[str] = []  # containers
         self._owner, self._machine = Owner.myself(), _machine()
         with self.asking("a connection"):
-            self.api, self._pings = self._client(DAEMON_S), self._client(PING_S)
+            self.api, self._pings = (docker.APIClient(self.address, version="1.41", timeout=timeout_s, max_pool_size=64)
+                                     for timeout_s in (DAEMON_S, PING_S))  # fmt: skip
             self._pings.ping()
         self._image, self._lock = image, threading.Lock()
         self._layers = _Layers()
@@ -82,8 +81,8 @@ class DockerBackend:
             about = self.api.info()
         found = [words for key, words in (("MemoryLimit", "memory"), ("PidsLimit", "number of processes"),
                                           ("CpuCfsQuota", "CPU")) if not about.get(key, True)]  # fmt: skip
-        if not os.access(Path(about["DockerRootDir"], about["Driver"]), os.R_OK | os.X_OK):
-            found.append("disk in all (the daemon's layers can't be seen from here: only single files are bounded)")
+        if about["Driver"] != "overlay2" or not os.access(Path(about["DockerRootDir"], about["Driver"]), os.R_OK):
+            found.append(f"disk (only single files are bounded: layers of {about['Driver']} can't be seen from here)")
         return tuple(found)
 
     @property
@@ -209,7 +208,7 @@ class DockerSandbox(ShellSandbox):
         pid = int(facts["State"]["Pid"])
         ours = self.container in _read(Path(f"/proc/{pid}/cgroup"))  # the daemon is on this machine
         self._pid = pid if ours and pid else None
-        self.upper = Path(facts["GraphDriver"]["Data"].get("UpperDir", "/nonexistent"))
+        self.upper = Path((facts["GraphDriver"]["Data"] or {}).get("UpperDir", "/nonexistent"))
         self.beyond = False  # its disk; set by whoever looks
         super().__init__(name, spec, frames, Group.of(pid) if self._pid else None)
 

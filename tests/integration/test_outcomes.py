@@ -54,8 +54,8 @@ class Hostile:
     needs: str = "memory"
 
     def run(self, world: World) -> Ending:
-        budget = {"budget_s": 1.2, "step_s": 0.6} if self.quick else {"budget_s": 90.0, "step_s": 30.0}
-        with Attempt(world.pool, **budget) as attempt:
+        budget_s, step_s = (1.2, 0.6) if self.quick else (90.0, 30.0)
+        with Attempt(world.pool, budget_s=budget_s, step_s=step_s) as attempt:
             for command in self.steps:
                 attempt.step(command.replace("{secret}", str(world.secret)).replace("{port}", str(world.port)))
             return attempt.score(self.scorer)
@@ -87,7 +87,8 @@ HOSTILE = [
     Hostile("eats memory as files", ("head -c 400000000 /dev/zero > /dev/shm/file",), ("stop", "memory_exhausted")),
     Hostile("fills the disk", ("head -c 400000000 /dev/zero > /home/agent/file",), needs="disk"),
     Hostile("fills the disk with many files", (
-        "for i in {1..60}; do head -c 999999 /dev/zero > /tmp/$i; done; sleep 1",), ("stop", "disk_exhausted"), needs="disk"),
+        "for i in {1..60}; do head -c 999999 /dev/zero > /tmp/$i; done; sleep 1",), ("stop", "disk_exhausted"),
+        needs="disk"),
     Hostile("fills the disk with empty files", ("seq -f /tmp/%.0f 120000 | xargs touch; sleep 1",),
             ("stop", "disk_exhausted", "memory_exhausted"), needs="disk"),
     Hostile("forks without end", (":() { : | : & }; :; sleep 9",) * 3, (*SPENT, "processes_exhausted", "step_timeout"),
@@ -127,7 +128,8 @@ HOSTILE = [
     Hostile("lets the scorer kill its shell", ("echo 'kill -9 $PPID' > /home/agent/answer",),
             ("scorer_broken_by_model", "sandbox_ended"), RUNS_THE_ANSWER),
     Hostile("lets the scorer eat memory", (
-        "echo 'head -c 400000000 /dev/zero | tail -n 1; exit $?' > /home/agent/answer",), ("scorer_broken_by_model",), RUNS_THE_ANSWER),
+        "echo 'head -c 400000000 /dev/zero | tail -n 1; exit $?' > /home/agent/answer",), ("scorer_broken_by_model",),
+        RUNS_THE_ANSWER),
 ]  # fmt: skip
 
 

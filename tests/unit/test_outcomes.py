@@ -25,7 +25,7 @@ def modules() -> Iterator[tuple[Path, ast.Module]]:
 
 
 def constants() -> dict[str, str]:
-    return {target.id: node.value.value for _, tree in modules() for node in ast.walk(tree)
+    return {target.id: str(node.value.value) for _, tree in modules() for node in ast.walk(tree)
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
             for target in node.targets if isinstance(target, ast.Name) and target.id.startswith("REASON_")}  # fmt: skip
 
@@ -43,8 +43,9 @@ def test_code_writes_each_reason_with_the_outcome_and_boundary_of_the_table() ->
     names, wrong, seen = constants(), [], 0
     for path, tree in modules():
         for node in ast.walk(tree):
-            words = [ast.unparse(one) for one in (node.args if isinstance(node, ast.Call) else
-                                                  node.elts if isinstance(node, ast.Tuple) else ())]  # fmt: skip
+            if not isinstance(node, ast.Call | ast.Tuple):
+                continue
+            words = [ast.unparse(one) for one in (node.args if isinstance(node, ast.Call) else node.elts)]
             for at, word in enumerate(words):
                 reason = REASONS.get(names.get(word, ""))
                 if reason is None or reason.outcome is None:
