@@ -118,7 +118,7 @@ class Prepared:
     kind = "process"
 
     def __init__(self, backend: ProcessBackend) -> None:
-        self._backend = backend
+        self._backend, self.missing, self.remove = backend, backend.missing, backend.remove
 
     def start(self, spec: SandboxSpec, timeout_s: float) -> ProcessSandbox:
         sandbox = self._backend.start(spec, timeout_s)

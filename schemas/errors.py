@@ -6,7 +6,7 @@ it never prints a traceback for one of these.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 
 class HeadraceError(Exception):
@@ -192,5 +192,16 @@ class SandboxFailed(HeadraceError):
     """A sandbox couldn't be started, in time or at all: infrastructure, never the model's fault."""
 
 
+class DaemonLost(SandboxFailed):
+    """The daemon that sandboxes are asked of is gone, or doesn't answer in time; the message says at which address."""
+
+
 class SandboxLost(HeadraceError):
-    """A sandbox is gone, or was given up, under the step that it ran; the message says what happened."""
+    """A sandbox is gone, or was given up, under the step that it ran; the message says what happened.
+
+    `limits`: which of its limits (`outcomes.Limit`) were met. `from_within`: what ran in it ended it; nobody outside
+    did. `daemon`: its daemon is gone, or doesn't answer. Whose fault that makes it, `outcomes.of_error` says."""
+
+    def __init__(self, message: str, limits: Collection[str] = (), *, from_within: bool = False, daemon: bool = False):
+        self.limits, self.from_within, self.daemon = frozenset(limits), from_within, daemon
+        super().__init__(message)

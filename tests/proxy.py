@@ -12,9 +12,9 @@ from headrace.node import free_ports
 
 
 class Proxy:
-    """Listens on `url` and forwards to a port of 127.0.0.1, in a thread of its own."""
+    """Listens on `url` and forwards to a port of 127.0.0.1, or a socket's path, in a thread of its own."""
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int | str) -> None:
         self.port, self._target = free_ports(1)[0][0], target
         self.url = f"http://127.0.0.1:{self.port}"
         self._loop = asyncio.new_event_loop()
@@ -54,7 +54,8 @@ class Proxy:
         assert task is not None
         self._tasks.add(task)
         try:
-            there, back = await asyncio.open_connection("127.0.0.1", self._target)
+            there, back = await (asyncio.open_unix_connection(self._target) if isinstance(self._target, str)
+                                 else asyncio.open_connection("127.0.0.1", self._target))  # fmt: skip
             ways = [asyncio.create_task(self._pass(reader, back)), asyncio.create_task(self._pass(there, writer))]
             try:
                 await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)

@@ -13,22 +13,33 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-OUTPUT_BYTES = 64 << 10  # of a step, by default: what an agent can read at once
-DISK_BYTES = 256 << 20  # that a sandbox may write, by default
+from headrace.schemas.outcomes import Limit
+
+# By default:
+OUTPUT_BYTES = 64 << 10  # of a step: what an agent can read at once
+DISK_BYTES = 256 << 20  # that a sandbox may write
+MEMORY_BYTES = 512 << 20
+PROCESSES = 256
+CPUS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxSpec:
     """What a sandbox is made of; sandboxes of equal specs are interchangeable. `base`: what the backend takes as the
-    file system below what the sandbox writes (None: the backend's plain one). `output_bytes`: kept of a step's output;
-    `disk_bytes`: that it may write in all."""
+    file system below what the sandbox writes, or a snapshot (None: the backend's plain one). `output_bytes`: kept of a
+    step's output. The rest is what all of its processes may have together: `disk_bytes` written, `memory_bytes`,
+    `processes` (threads count, and the few that are ours), `cpus` of one core's time."""
 
     base: str | None = None
     output_bytes: int = OUTPUT_BYTES
     disk_bytes: int = DISK_BYTES
+    memory_bytes: int = MEMORY_BYTES
+    processes: int = PROCESSES
+    cpus: float = CPUS
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +47,14 @@ class StepResult:
     """`output`: stdout and stderr as they came, at most the spec's `output_bytes`, the beginning and the end;
     `dropped` bytes between them were left out. `code`: the exit status (128 + n after signal n), None where the step's
     time was over and its processes were killed. `new_shell`: the shell died with this step, so directory and variables
-    are those of the start; files stay. `seconds`: wall-clock time of the step."""
+    are those of the start; files stay. `seconds`: wall-clock time of the step. `limits`: those that were met in it."""
 
     output: bytes
     dropped: int
     code: int | None
     new_shell: bool
     seconds: float
+    limits: frozenset[Limit] = frozenset()
 
     @property
     def timed_out(self) -> bool:
@@ -64,7 +76,11 @@ class Sandbox(Protocol):
     def step(self, command: str, timeout_s: float) -> StepResult:
         """Run a command in the persistent shell. When its time is over, the processes that it started are killed, those
         of earlier steps go on, and the sandbox takes the next step. Raises SandboxLost where it is gone, or couldn't
-        be brought to order: take another."""
+        be brought to order: take another. The error says whose doing that was."""
+
+    def snapshot(self, timeout_s: float) -> str:
+        """Its files as they are now, as a base for others (`SandboxSpec.base`), until `Backend.remove` or its owner's
+        death. Processes and variables are no part of it. Raises SandboxLost, SandboxFailed."""
 
     def kill(self) -> None:
         """End every process in it and remove everything of it. May be called twice, and while a step runs (which then
@@ -73,6 +89,14 @@ class Sandbox(Protocol):
 
 class Backend(Protocol):
     kind: str
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The limits of a spec that can't be kept on this machine, each with its reason. Never silently: a pool says
+        so at its start."""
+
+    def remove(self, base: str) -> None:
+        """A snapshot isn't needed any more. Sandboxes that stand on it may go on or not."""
 
     def start(self, spec: SandboxSpec, timeout_s: float) -> Sandbox:
         """A sandbox whose shell has answered. Raises SandboxFailed."""
@@ -87,11 +111,16 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process by number and time of birth, since numbers come again. It is written into the label of everything that
-    a backend makes, so that a later process can tell what has lost its owner."""
+    """A process by number and time of birth, since numbers come again, in its namespace. It is written into the label
+    of everything that a backend makes, so that a later process can tell what has lost its owner."""
 
     pid: int
     born: int  # clock ticks since the machine's start
+    space: int = -1  # whose numbers they are; -1: this process's own
+
+    def __post_init__(self) -> None:
+        if self.space < 0:
+            object.__setattr__(self, "space", _space())
 
     @classmethod
     def myself(cls) -> Owner:
@@ -100,17 +129,24 @@ class Owner:
 
     @property
     def alive(self) -> bool:
-        return birth_of(self.pid) == self.born
+        """True also where this can't be told from here."""
+        return self.space != _space() or birth_of(self.pid) == self.born
 
     def label(self, sandbox: str) -> str:
-        return f"{self.pid}.{self.born}.{sandbox}"
+        return f"{self.pid}.{self.born}.{self.space}.{sandbox}"
 
     @classmethod
     def of_label(cls, label: str) -> Owner | None:
         """None where it is no label of ours."""
-        pid, _, rest = label.partition(".")
-        born, _, sandbox = rest.partition(".")
-        return cls(int(pid), int(born)) if pid.isdecimal() and born.isdecimal() and sandbox else None
+        *numbers, sandbox = label.split(".")
+        if len(numbers) != 3 or not all(map(str.isdecimal, numbers)) or not sandbox:
+            return None
+        return cls(*map(int, numbers))
+
+
+@cache
+def _space() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def birth_of(pid: int) -> int | None:

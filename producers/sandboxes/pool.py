@@ -91,6 +91,8 @@ class Pool:
         self._swept = backend.sweep()
         if self._swept:
             log.warning("removed %d sandboxes that processes which are no more had left behind", self._swept)
+        if backend.missing:
+            log.warning("sandboxes of kind %s are not limited here in: %s", backend.kind, "; ".join(backend.missing))
         self._threads = [threading.Thread(target=self._work, name=f"sandboxes-{i}", daemon=True)
                          for i in range(size.starting)]  # fmt: skip
         for thread in self._threads:
@@ -127,6 +129,10 @@ class Pool:
             yield one
         finally:
             self.release(one)
+
+    def remove(self, snapshot: str) -> None:
+        """Of one of its sandboxes: it isn't needed any more."""
+        self._backend.remove(snapshot)
 
     def figures(self) -> Figures:
         with self._changed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import socket
@@ -10,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,45 +17,16 @@ import pytest
 
 from headrace.producers.sandboxes import Backend, Owner, Sandbox, SandboxSpec
 from headrace.producers.sandboxes.pool import Pool
-from headrace.producers.sandboxes.process import VARIABLE, ProcessBackend
+from headrace.producers.sandboxes.process import ProcessBackend
 from headrace.producers.sandboxes.sizing import Size
 from headrace.schemas.errors import SandboxFailed, SandboxLost
-
-KINDS: dict[str, Callable[[], Backend]] = {"process": ProcessBackend}
-START_S = 60.0  # on a busy machine
-STEP_S = 30.0
-
-
-def labelled(owner: int | None = None) -> list[str]:
-    """Labels of sandboxes of that owner (this process) that have a process."""
-    found = set()
-    for folder in Path("/proc").iterdir():
-        try:
-            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        if VARIABLE in words[:-1] and words[words.index(VARIABLE) + 1].startswith(f"{owner or os.getpid()}."):
-            found.add(words[words.index(VARIABLE) + 1])
-    return sorted(found)
-
-
-def within(seconds: float, true: Callable[[], bool]) -> bool:
-    end = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
+from headrace.schemas.outcomes import Limit
+from tests.sandboxes import KINDS, START_S, STEP_S, backend_of, kill_from_outside, labelled, needs, running, within
 
 
 @pytest.fixture(params=list(KINDS))
 def backend(request: pytest.FixtureRequest) -> Backend:
-    try:
-        made = KINDS[request.param]()
-        made.start(SandboxSpec(), START_S).kill()
-    except SandboxFailed as error:
-        pytest.skip(f"no sandboxes of kind {request.param} here: {error}")
-    return made
+    return backend_of(request.param)
 
 
 @pytest.fixture
@@ -142,7 +112,7 @@ def test_sandbox_has_no_network(sandbox: Sandbox) -> None:
         port = server.getsockname()[1]
         assert sandbox.step(f"exec 9<> /dev/tcp/127.0.0.1/{port}", STEP_S).code != 0
         interfaces = said(sandbox, "tail -n +3 /proc/net/dev | cut -d: -f1 | tr -d ' '").split()
-    assert interfaces == ["lo"]
+    assert set(interfaces) <= {"lo", "tunl0", "sit0"} and sandbox.step("echo x > /dev/udp/192.0.2.1/9", STEP_S).code
 
 
 def test_sandbox_sees_nothing_of_this_machine(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -151,24 +121,100 @@ def test_sandbox_sees_nothing_of_this_machine(sandbox: Sandbox, tmp_path: Path) 
     assert "PYTEST" not in said(sandbox, "env")
     assert "pytest" not in said(sandbox, "cat /proc/[0-9]*/cmdline")
     assert set(said(sandbox, "grep Cap /proc/self/status | grep -v Bnd | cut -f2").split()) == {"0" * 16}
-    assert sandbox.step("touch /usr/bin/mine", STEP_S).code != 0
 
 
 def test_sandboxes_share_nothing_and_their_base_stays_as_it_was(backend: Backend) -> None:
     one, two = backend.start(SandboxSpec(), START_S), backend.start(SandboxSpec(), START_S)
     try:
-        one.step("echo one > /home/agent/file; echo one > /tmp/file; echo one > /etc/file", STEP_S)
+        one.step("for at in /home/agent /tmp /etc; do echo one > $at/file; done; echo one > /usr/bin/mine", STEP_S)
         assert said(two, "ls /home/agent /tmp; cat /etc/file").split()[:2] == ["/home/agent:", "/tmp:"]
-        assert "one" not in said(two, "cat /etc/file /tmp/file /home/agent/file")
-        assert not Path("/etc/file").exists()
+        assert "one" not in said(two, "cat /etc/file /tmp/file /home/agent/file /usr/bin/mine")
+        assert not Path("/etc/file").exists() and not Path("/usr/bin/mine").exists()
     finally:
         one.kill()
         two.kill()
 
 
+# ------------------------------------------------------------------------------------------------- limits
+
+
 def test_disk_is_bounded_and_a_full_one_is_the_step_s_failure(sandbox: Sandbox) -> None:
-    assert sandbox.step("head -c 50000000 /dev/zero > /home/agent/big", STEP_S).code != 0
+    full = sandbox.step("head -c 50000000 /dev/zero > /home/agent/big", STEP_S)
+    assert full.code != 0 and full.limits == {Limit.DISK}
     assert sandbox.step("rm /home/agent/big && echo x > /home/agent/small", STEP_S).code == 0
+
+
+def test_many_files_together_are_bounded_too(backend: Backend) -> None:
+    needs(backend, "disk")
+    one = backend.start(SandboxSpec(disk_bytes=8 << 20), START_S)
+    try:
+        limits = one.step("for i in {1..40}; do head -c 1000000 /dev/zero > $i || exit 1; done; sleep 2", STEP_S).limits
+    except SandboxLost as lost:  # where the file system has no bound of its own
+        limits = frozenset(Limit(one) for one in lost.limits)
+    finally:
+        one.kill()
+    assert limits == {Limit.DISK}
+
+
+def test_memory_is_bounded_and_the_shell_outlives_who_ate_it(backend: Backend) -> None:
+    needs(backend, "memory")
+    one = backend.start(SandboxSpec(memory_bytes=64 << 20), START_S)
+    try:
+        result = one.step("head -c 200000000 /dev/zero | tail -n 1", STEP_S)
+        assert result.code == 128 + signal.SIGKILL and result.limits == {Limit.MEMORY}
+        assert one.step("echo still here", STEP_S).limits == frozenset()
+    finally:
+        one.kill()
+
+
+def test_processes_are_bounded_and_a_fork_bomb_is_ended_with_its_step(backend: Backend) -> None:
+    needs(backend, "number of processes")
+    one = backend.start(SandboxSpec(processes=40), START_S)
+    try:
+        result = one.step(":() { : | : & }; :; sleep 60", 1.0)
+        assert result.limits == {Limit.PROCESSES, Limit.TIME}
+        assert said(one, "ls -d /proc/[0-9]* | wc -l") < "9"
+    except SandboxLost as lost:
+        assert {Limit.PROCESSES, Limit.TIME} <= lost.limits
+    finally:
+        one.kill()
+
+
+def test_cpu_time_is_bounded(backend: Backend) -> None:
+    needs(backend, "CPU")
+    one = backend.start(SandboxSpec(cpus=0.2), START_S)
+    try:
+        spent = one.step("timeout 1 bash -c 'while :; do :; done'; times", STEP_S).output.decode()
+        user = spent.split()[-2]  # of the children: "0m0.200s"
+        assert float(user.partition("m")[2].rstrip("s")) < 0.6
+    finally:
+        one.kill()
+
+
+# ------------------------------------------------------------------------------------------------- snapshots
+
+
+def test_fork_of_a_snapshot_begins_with_its_files_and_neither_sees_the_other(backend: Backend) -> None:
+    made = list[Sandbox]()
+    try:
+        made.append(parent := backend.start(SandboxSpec(), START_S))
+        parent.step("mkdir sub; echo one > sub/file; echo gone > gone; ln -s sub/file link; chmod 700 sub", STEP_S)
+        first = parent.snapshot(STEP_S)
+        parent.step("echo two > sub/file", STEP_S)
+        made.append(child := backend.start(SandboxSpec(first), START_S))
+        assert said(child, "cat link; stat -c %a sub") == "one\n700\n"
+        child.step("rm gone; rm -r sub; mkdir sub; echo three > sub/other", STEP_S)
+        second = child.snapshot(STEP_S)
+        backend.remove(first)
+        made.append(grandchild := backend.start(SandboxSpec(second), START_S))
+        assert said(grandchild, "cat sub/*; ls") == "three\nlink\nsub\n"
+        assert said(parent, "cat sub/file gone") == "two\ngone\n"
+        backend.remove(second)
+        with pytest.raises(SandboxFailed):
+            backend.start(SandboxSpec(second), START_S)
+    finally:
+        for one in made:
+            one.kill()
 
 
 # ------------------------------------------------------------------------------------------------- ends
@@ -180,20 +226,10 @@ def test_kill_leaves_no_process_and_steps_say_so(backend: Backend) -> None:
     one.kill()
     one.kill()
     assert not one.alive
-    assert within(10, lambda: not [label for label in labelled() if label.endswith(one.id)])
-    assert within(10, lambda: b"1004" not in b"".join(_command_lines()))
+    assert within(10, lambda: not [label for label in labelled(backend.kind) if label.endswith(one.id)])
+    assert within(10, lambda: not running("sleep 1004"))
     with pytest.raises(SandboxLost):
         one.step("true", STEP_S)
-
-
-def _command_lines() -> Iterator[bytes]:
-    for folder in Path("/proc").iterdir():
-        try:
-            line = (folder / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if line.startswith(b"sleep"):
-            yield line
 
 
 def test_kill_during_a_step_ends_the_step_at_once(backend: Backend) -> None:
@@ -213,17 +249,31 @@ def test_kill_during_a_step_ends_the_step_at_once(backend: Backend) -> None:
     assert not thread.is_alive() and "it was killed" in str(raised[0])
 
 
-def test_model_that_kills_everything_loses_its_sandbox_and_hangs_nobody(sandbox: Sandbox) -> None:
-    with pytest.raises(SandboxLost):
+def test_model_that_kills_everything_loses_its_sandbox_by_its_own_doing(sandbox: Sandbox) -> None:
+    with pytest.raises(SandboxLost) as lost:
         for _ in range(5):
             sandbox.step("kill -9 -1", STEP_S)
             time.sleep(0.1)
-    assert not sandbox.alive
+    assert not sandbox.alive and lost.value.from_within
 
 
-def test_base_that_is_no_root_file_system_is_a_typed_error(backend: Backend, tmp_path: Path) -> None:
-    with pytest.raises(SandboxFailed, match=str(tmp_path)):
-        backend.start(SandboxSpec(str(tmp_path)), START_S)
+def test_sandbox_that_is_killed_from_outside_is_not_the_model_s_doing(backend: Backend) -> None:
+    one = backend.start(SandboxSpec(), START_S)
+    try:
+        thread = threading.Timer(0.3, kill_from_outside, [one])
+        thread.start()
+        with pytest.raises(SandboxLost) as lost:
+            one.step("sleep 1000", STEP_S)
+        thread.join()
+        assert not lost.value.from_within and not lost.value.limits
+    finally:
+        one.kill()
+
+
+def test_base_that_cannot_start_is_a_typed_error(backend: Backend, tmp_path: Path) -> None:
+    base = str(tmp_path) if backend.kind == "process" else "headrace-no-such-image"
+    with pytest.raises(SandboxFailed, match=base):
+        backend.start(SandboxSpec(base), START_S)
 
 
 def test_machine_without_the_tools_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -237,34 +287,46 @@ def test_machine_without_the_tools_is_told_what_to_install(monkeypatch: pytest.M
 OWNER = """
 import sys, time
 from headrace.producers.sandboxes.pool import Pool
-from headrace.producers.sandboxes.process import ProcessBackend
 from headrace.producers.sandboxes.sizing import Size
-pool = Pool(ProcessBackend(), Size(4, 4, least=2, most=2))
+from tests.sandboxes import KINDS
+backend = KINDS[sys.argv[1]]()
+pool = Pool(backend, Size(4, 4, least=2, most=2))
 one = pool.take()
 one.step("setsid sleep 1005 > /dev/null 2>&1 < /dev/null &", 60)
+one.snapshot(60)
 while pool.figures().ready < 2: time.sleep(0.01)
 print("ready", flush=True)
-time.sleep(600)
+one.step("sleep 1006", 600)
 """
 
 
-def test_owner_that_is_killed_takes_its_sandboxes_with_it(backend: Backend) -> None:
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+def test_owner_that_is_killed_leaves_nothing_after_the_next_start(backend: Backend) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, backend.kind], stdout=subprocess.PIPE, text=True,
+                             cwd=Path(__file__).parents[2])  # fmt: skip
     assert owner.stdout is not None and owner.stdout.readline() == "ready\n"
-    assert len(labelled(owner.pid)) == 3
+    assert within(STEP_S, lambda: running("sleep 1006"))
+    assert len(labelled(backend.kind, owner.pid)) == 4  # and the snapshot
     owner.kill()
     owner.wait()
-    assert within(10, lambda: not labelled(owner.pid))
-    assert within(10, lambda: b"1005" not in b"".join(_command_lines()))
     owner.stdout.close()
+    with Pool(backend, Size(2, 2)) as pool:
+        assert pool.figures().swept >= 2
+    assert within(10, lambda: not running("sleep 1005") and not running("sleep 1006"))
+    assert within(10, lambda: not labelled(backend.kind, owner.pid))
 
 
-def test_next_start_removes_what_a_dead_owner_left_and_spares_what_a_living_one_has() -> None:
+def test_next_start_spares_what_a_living_owner_has(backend: Backend) -> None:
+    living = backend.start(SandboxSpec(), START_S)
     try:
-        backend = ProcessBackend()
-        living = backend.start(SandboxSpec(), START_S)
-    except SandboxFailed as error:
-        pytest.skip(f"no sandboxes of kind process here: {error}")
+        KINDS[backend.kind]().sweep()
+        assert said(living, "echo spared") == "spared\n"
+    finally:
+        living.kill()
+
+
+def test_sandbox_whose_owner_died_while_it_was_being_started_is_found_by_its_label() -> None:
+    backend = backend_of("process")
+    assert isinstance(backend, ProcessBackend)
     dead = subprocess.Popen(["true"])
     dead.wait()
     # As it would be if the owner had died before the sandbox asked to die with it.
@@ -273,15 +335,12 @@ def test_next_start_removes_what_a_dead_owner_left_and_spares_what_a_living_one_
     orphan = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert orphan.stderr is not None and orphan.stderr.readline() == b"R\n"
     try:
-        with Pool(ProcessBackend(), Size(2, 2)) as pool:
-            assert pool.figures().swept == 1
-            assert orphan.wait(20) != 0
-            assert within(10, lambda: not labelled(dead.pid))
-            assert said(living, "echo spared") == "spared\n"
+        assert backend.sweep() >= 1
+        assert orphan.wait(20) != 0
+        assert within(10, lambda: not labelled("process", dead.pid))
     finally:
         orphan.kill()
         orphan.communicate()
-        living.kill()
 
 
 # ------------------------------------------------------------------------------------------------- the pool
@@ -297,7 +356,7 @@ def test_spare_sandbox_is_taken_at_once_and_replaced_in_the_background(backend: 
         assert within(START_S, lambda: not one.alive)
         figures = pool.figures()
         assert (figures.warm, figures.cold, figures.in_use, figures.started) == (1, 0, 0, 2)
-    assert within(10, lambda: not labelled())
+    assert within(10, lambda: not labelled(backend.kind))
 
 
 def test_order_ahead_is_ready_when_its_turn_comes_and_a_cancelled_one_serves_the_next(backend: Backend) -> None:
@@ -335,9 +394,10 @@ def test_spare_sandboxes_of_another_kind_give_way_to_an_order(backend: Backend) 
 
 
 def test_spec_that_cannot_start_fails_its_order_alone_after_some_tries(backend: Backend, tmp_path: Path) -> None:
+    base = str(tmp_path) if backend.kind == "process" else "headrace-no-such-image"
     with Pool(backend, Size(4, 2)) as pool:
-        bad, good = pool.order(SandboxSpec(str(tmp_path))), pool.order()
-        with pytest.raises(SandboxFailed, match="no root file system"):
+        bad, good = pool.order(SandboxSpec(base)), pool.order()
+        with pytest.raises(SandboxFailed, match=base):
             bad.take(START_S)
         assert said(good.take(START_S), "echo good") == "good\n"
         assert pool.figures().failed == 3
@@ -370,4 +430,4 @@ def test_takes_at_once_with_sandboxes_killed_at_random_are_all_served_and_nothin
         assert all(result in ("lost", f"{number}\n") for number, result in enumerate(results))
         assert results.count("lost") < 30 < len(results)
         assert pool.figures().in_use == 0
-    assert within(10, lambda: not labelled())
+    assert within(10, lambda: not labelled(backend.kind))
