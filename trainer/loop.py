@@ -26,9 +26,9 @@ from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import POLICY, RunTopics
 from headrace.streams.log.hanging import check_settled
 from headrace.streams.log.policy import open_settings
-from headrace.streams.log.reader import Record
 from headrace.streams.log.transactions import Transactor
 
+from .ahead import Ahead, Taken
 from .background import Background
 from .checkpoint import Checkpoints, train_hash
 from .combinations import idle
@@ -84,6 +84,7 @@ class Trainer:
         self._saved = -1
         self._seconds: dict[str, float] = {}
         self._inbox = Inbox(kafka, topics, opened, head)
+        self._ahead = Ahead(self._inbox)
 
     @property
     def version(self) -> int:
@@ -172,12 +173,10 @@ class Trainer:
         `stop` is set is left for later."""
         while not stop.is_set() and (stop_at is None or self.version < stop_at):
             before, self._seconds = self._seconds, {}
-            with self._timed("waiting"):
-                # There is no next batch for as long as this version isn't published.
-                record = self._inbox.next(stop, self._background.check)
-            if record is None:
+            taken = self._ahead.take(self.version + 1, stop, self._background.check)
+            if taken is None:
                 break
-            self._advance(record, before)
+            self._advance(taken, before)
             if self.version % self._settings.checkpoint.every == 0:
                 self._save()
         self._background.settled()
@@ -186,11 +185,11 @@ class Trainer:
         if not stop.is_set():
             self._background.finish()
 
-    def _advance(self, record: Record, before: Mapping[str, float]) -> None:
-        """1. Fetch and prove; 2. train; 3. wait until the version before is published, and compare with it; 4. commit;
-        5. let it be published. `before`: seconds of the version before."""
-        with self._timed("fetching"):
-            batch = self._inbox.fetch(record, self.version + 1)
+    def _advance(self, taken: Taken, before: Mapping[str, float]) -> None:
+        """1. Train, while the next batch is read; 2. wait until the version before is published, and compare with it;
+        3. commit; 4. let it be published. `before`: seconds of the version before."""
+        batch = taken.batch
+        self._seconds |= {"waiting": taken.waiting_s, "fetching": taken.fetching_s}
         with self._timed("compute"):
             try:
                 report = self._train(batch)
@@ -272,7 +271,7 @@ class Trainer:
 
     def close(self) -> None:
         self._background.close()
-        self._inbox.close()
+        self._ahead.close()
         self._publisher.close()
         self._transactor.close()
 
