@@ -49,6 +49,12 @@ class Ranks:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
+    def reshard(self, model: Any) -> None:
+        """Forget what was gathered of other ranks' parts: they are about to be written. (A forward without a backward
+        pass leaves the outermost parameters whole.)"""
+        if self.size > 1:
+            model.reshard()
+
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a cut parameter or gradient that lies here."""
         if self.size == 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from headrace.schemas.settings import LoraSettings
 
 from . import corrections
 from .batches import Group, MicroBatch, counted, pack
+from .gathered import gathered, joined, own_rows
 from .losses import clipped, token_losses, token_shares
 from .model import load_model, recompute_activations
 from .penalties import penalty
@@ -33,7 +35,7 @@ from .report import Scored, StepReport, effective, figures, group_counts, lag_st
 from .reused import Reused, ReusedCounts
 from .reused import share as reused_share
 from .reused import term as reused_term
-from .spread import rows_of, spread
+from .spread import rows_of
 from .weighing import Begun, batch_advantages, corrected, lengths, minibatches, refuse_non_finite
 from .weighing import StepSettings as StepSettings
 
@@ -69,7 +71,6 @@ class TrainState:
         model_path: str | Path,
         dtype: str = "bfloat16",
         compute_dtype: str = "float32",
-        device: str = "cpu",
         version: int = 0,
         *,
         lora: LoraSettings | None = None,
@@ -78,7 +79,7 @@ class TrainState:
     ) -> None:
         self.version = version
         self.optimizer_steps = 0
-        self._dtype, self._device, self._ranks = dtype, torch.device(device) if ranks is ALONE else ranks.device, ranks
+        self._dtype, self._device, self._ranks = dtype, ranks.device, ranks
         self._model_path, self._reference = model_path, None
         model = load_model(model_path)
         trained = dict(model.named_parameters())
@@ -105,6 +106,7 @@ class TrainState:
                 "exp_avg": torch.zeros_like(master),
                 "exp_avg_sq": torch.zeros_like(master),
             }
+        self._seconds: dict[str, float] = {}  # of the step under way, by part
         self._whole: dict[str, torch.Tensor] = {}  # of everyone's parts, on rank 0 of several
         self._collect()
 
@@ -117,7 +119,7 @@ class TrainState:
         """
         if target_version != self.version:
             raise ValueError(f"the batch targets version {target_version}, the trainer is at version {self.version}")
-        started = time.perf_counter()
+        self._seconds = dict.fromkeys(("forward", "backward", "optimizer", "rounding", "probe"), 0.0)
         rate = settings.learning_rate * min(1.0, (self.version + 1) / max(1, settings.warmup_versions))
         parts = minibatches(groups, settings.minibatches)
         if not parts:
@@ -125,18 +127,19 @@ class TrainState:
         several = settings.optimizer_steps > 1  # a later one may be refused
         kept = {name: part.clone() for name, part in self._parts().items()} if several else None
         steps = self.optimizer_steps
-        passes, norms, reuses, updating = [], [], [], 0.0
+        passes, norms, reuses = [], [], []
         try:
             begun = self._begin(groups, settings)
             for _ in range(settings.epochs):
                 for at, part in parts:
                     passes.append(self._accumulate(part, settings, begun, at))
                     reuses += [self._reuse(one, part, settings) for one in reused]
-                    norms.append(self._clip(settings.max_grad_norm))
-                    before = time.perf_counter()
-                    self._update(rate, settings)
-                    self._model.zero_grad(set_to_none=True)
-                    updating += time.perf_counter() - before
+                    with self._timed("optimizer"):
+                        norms.append(self._clip(settings.max_grad_norm))
+                        self._update(rate, settings)
+                        self._zero_grad()
+                    with self._timed("rounding"):
+                        self._round()
         except Exception:
             if kept is not None:
                 for name, part in self._parts().items():
@@ -144,12 +147,12 @@ class TrainState:
                 self._at_step(steps)
             raise
         finally:
-            self._model.zero_grad(set_to_none=True)
+            self._zero_grad()
         self.version += 1
         self._collect()
-        updated = time.perf_counter()
         scored = begun.scored or Scored.joined([one.scored for one in passes[: len(parts)]])
-        rho, probe_tokens = self._rho(groups, scored, settings)
+        with self._timed("probe"):
+            rho, probe_tokens = self._rho(groups, scored, settings)
         rewards = [episode.reward for _, episode in counted(groups) if episode.reward is not None]
         tokens = max(1, sum(len(one.scored.current) for one in passes))
         return StepReport(
@@ -164,11 +167,7 @@ class TrainState:
             rho=rho,
             probe_tokens=probe_tokens,
             row_tokens=sum(one.row_tokens for one in passes),
-            seconds={
-                "forward_backward": updated - started - updating,
-                "optimizer": updating,
-                "probe": time.perf_counter() - updated,
-            },
+            seconds=self._seconds,
             reused=tuple(counts for counts, _ in reuses),
             optimizer_steps=len(passes),
             clipped=sum(one.clipped for one in passes) / tokens,
@@ -185,9 +184,10 @@ class TrainState:
         members, rows = counted(groups), rows_of(groups, settings.micro_batch_tokens, self._ranks.size)
         found_here = {}
         with torch.no_grad():
-            for number, row, _ in self._own(rows):
-                found_here[number] = {"current": self._logprobs(row).double().cpu().numpy()}
-        current = self._gathered(rows, found_here)["current"]
+            for number, row, _ in own_rows(rows, self._ranks):
+                with self._timed("forward"):
+                    found_here[number] = {"current": self._logprobs(row).double().cpu().numpy()}
+        current = gathered(rows, found_here, self._ranks)["current"]
         refuse_non_finite(members, rows, current)
         whole = {name: np.concatenate([getattr(row, name) for row in rows])
                  for name in ("behaviour", "weights", "versions", "episode")}  # fmt: skip
@@ -214,8 +214,9 @@ class TrainState:
         if begun.scored is not None:
             places += int(np.searchsorted(begun.scored.episode, at))
         loss, row_tokens, held, cost, parts = 0.0, 0, 0, 0.0, {}
-        for number, micro, idle in self._own(rows):
-            logprobs = self._logprobs(micro)
+        for number, micro, idle in own_rows(rows, self._ranks):
+            with self._timed("forward"):
+                logprobs = self._logprobs(micro)
             if idle:  # the others are at their last row, and every layer is gathered from all
                 (logprobs.sum() * 0).backward()
                 continue
@@ -243,54 +244,15 @@ class TrainState:
                 apart = penalty(settings.kl, logprobs, reference, tokens.used)
                 total = total + settings.kl_coefficient * (apart * share[episode]).sum()
                 cost += float(apart.detach().sum())
-            total.backward()  # type: ignore[no-untyped-call]
+            with self._timed("backward"):
+                total.backward()  # type: ignore[no-untyped-call]
             loss += float(total.detach())
             row_tokens += len(micro.ids)
             parts[number] = replace(scored, current=current.cpu().numpy())
-        scored = self._joined(rows, parts)
+        scored = joined(rows, parts, self._ranks)
         refuse_non_finite(members, rows, scored.current)
         sums = self._ranks.total(torch.tensor([loss, row_tokens, held, cost], dtype=torch.float64)).tolist()
         return _Pass(scored, sums[0], int(sums[1]), int(sums[2]), sums[3])
-
-    def _own(self, rows: Sequence[MicroBatch]) -> Iterator[tuple[int, MicroBatch, bool]]:
-        """The rows that this rank computes, with their numbers; as many as any other does, so that a rank may go over
-        its last one again (True)."""
-        shares = spread([len(row.ids) for row in rows], self._ranks.size)
-        own = shares[self._ranks.rank]
-        for number in own:
-            yield number, rows[number], False
-        for _ in range(len(own), max(map(len, shares))):
-            shortest = min(range(len(rows)), key=lambda number: len(rows[number].ids))
-            yield shortest, rows[shortest], True
-
-    def _gathered(self, rows: Sequence[MicroBatch], found: Mapping[int, Mapping[str, NDArray[Any]]]
-                  ) -> dict[str, NDArray[Any]]:  # fmt: skip
-        """Columns over all rows' tokens, float64 [k], from what each rank found of its own rows."""
-        if self._ranks.size == 1:
-            return {name: np.concatenate([found[number][name] for number in range(len(rows))]) for name in found[0]}
-        places = np.cumsum([0, *(len(row.targets) for row in rows)])
-        names = list(next(iter(found.values())))
-        table = np.zeros((len(names), places[-1]))
-        for number, columns in found.items():
-            for line, name in enumerate(names):
-                table[line, places[number] : places[number + 1]] = columns[name]
-        summed = self._ranks.total(torch.from_numpy(table)).numpy()  # a token is in one rank's row, 0 in the others'
-        return dict(zip(names, summed, strict=True))
-
-    def _joined(self, rows: Sequence[MicroBatch], parts: Mapping[int, Scored]) -> Scored:
-        """The tokens of all rows, from all ranks."""
-        if self._ranks.size == 1:
-            return Scored.joined([parts[number] for number in range(len(rows))])
-        own = {number: {"current": part.current, "log_ratio": part.log_ratio, "correction": part.correction,
-                        **{f"rejected.{rule}": out for rule, out in part.rejected.items()}}
-               for number, part in parts.items()}  # fmt: skip
-        found = self._gathered(rows, own)
-        columns = {name: np.concatenate([getattr(row, name) for row in rows])
-                   for name in ("behaviour", "weights", "versions", "episode")}  # fmt: skip
-        rejected = {name.removeprefix("rejected."): column > 0 for name, column in found.items()
-                    if name.startswith("rejected.")}  # fmt: skip
-        return Scored(found["current"], columns["behaviour"], found["log_ratio"], columns["weights"],
-                      found["correction"], columns["versions"], columns["episode"], rejected)  # fmt: skip
 
     def _reuse(self, one: Reused, groups: Sequence[Group], settings: StepSettings) -> tuple[ReusedCounts, float]:
         """Add a success that is used again to the gradient; what of it was trained, and its loss."""
@@ -362,21 +324,34 @@ class TrainState:
         return norm
 
     def _update(self, rate: float, settings: StepSettings) -> None:
-        """AdamW (arXiv:1711.05101) on the masters; what is served is the masters rounded to the published dtype."""
+        """AdamW (arXiv:1711.05101) on the masters."""
         for group in self._optimizer.param_groups:
             group.update(lr=rate, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
         self._optimizer.step()
         self.optimizer_steps += 1
         for master in self._masters.values():
             master.grad = None
-        self._round()
+
+    def _zero_grad(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def _round(self) -> None:
+        """What is served is the masters rounded to the published dtype."""
         for name, master in self._masters.items():
             self._served[name].copy_(master)
         self._serve()
 
     def _serve(self) -> None:
+        self._ranks.reshard(self._model)
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 self._ranks.local(parameter).copy_(self._served[name])

@@ -48,8 +48,8 @@ def open_engine(model: ModelSettings, choice: EngineChoice) -> Engine:
 
 def _open(model: ModelSettings, choice: EngineChoice) -> Engine:
     if model.lora is not None and choice.kind != "hf":
-        raise SettingsError(f"model.lora: engine {choice.kind!r} can't serve an adapter that changes; set site.engine = "
-                            "'hf', or train all weights")  # fmt: skip
+        raise SettingsError(f"model.lora: engine {choice.kind!r} can't serve an adapter that changes; set site.engine "
+                            "= 'hf', or train all weights")  # fmt: skip
     if choice.kind == "openai":
         from .remote import RemoteEngine
         from .served import ModelFolder
