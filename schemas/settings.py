@@ -38,6 +38,16 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class LoraSettings(Section):
+    """An adapter is trained and published instead of the model's own weights."""
+
+    rank: Positive = Field(16, description="of each layer's update")
+    alpha: PositiveFloat = Field(32.0, description="updates are scaled by alpha / rank")
+    targets: tuple[str, ...] = Field((), description="names of the layers that get one (q_proj, ...); none: all linear "
+                                                     "layers but the head")  # fmt: skip
+    seed: Annotated[int, Field(ge=0)] = Field(0, description="draws what version 0 begins with")
+
+
 class ModelSettings(Section):
     path: str = Field(description="folder of a Hugging Face causal language model: version 0")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
@@ -47,6 +57,7 @@ class ModelSettings(Section):
         "float32", description="dtype of the forward in engine and trainer alike"
     )
     max_length: Positive = Field(2048, description="prompt and completion together, tokens")
+    lora: LoraSettings | None = Field(None, description="train a LoRA adapter (engine `hf`); none: all weights")
 
 
 class TaskSettings(Section):
@@ -250,6 +261,9 @@ class OptimizerSettings(Section):
     epochs: Positive = Field(1, description="times that a batch is gone through within its version")
     micro_batch_tokens: Positive = Field(2048, description="tokens of one forward; changes memory and speed only")
     probe_tokens: Annotated[int, Field(ge=0)] = Field(256, description="tokens on which a step's drift is measured")
+    recompute_activations: bool = Field(False, description="keep each layer's input alone and compute the rest again "
+                                                           "in the backward pass: the same bits, less memory, more "
+                                                           "time")  # fmt: skip
 
 
 class WeightSettings(Section):

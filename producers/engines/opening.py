@@ -47,6 +47,9 @@ def open_engine(model: ModelSettings, choice: EngineChoice) -> Engine:
 
 
 def _open(model: ModelSettings, choice: EngineChoice) -> Engine:
+    if model.lora is not None and choice.kind != "hf":
+        raise SettingsError(f"model.lora: engine {choice.kind!r} can't serve an adapter that changes; set site.engine "
+                            "= 'hf', or train all weights")  # fmt: skip
     if choice.kind == "openai":
         from .remote import RemoteEngine
         from .served import ModelFolder
@@ -64,7 +67,7 @@ def _open(model: ModelSettings, choice: EngineChoice) -> Engine:
         return VllmEngine(model.path, **own)
     from .hf import HfEngine
 
-    return HfEngine(model.path, **own)
+    return HfEngine(model.path, **own, lora=model.lora)
 
 
 def open_replicas(choice: EngineChoice, folder: ModelFolder | None = None) -> list[OpenAIReplica]:
