@@ -25,6 +25,7 @@ from headrace.schemas.events import (
 from headrace.schemas.outcomes import Purpose
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import BATCHES, FLEET, GROUPS, POLICY, TASKS
+from headrace.schemas.waiting import TrainerTime
 
 from .facts import Fact, Failures, read_facts
 from .source import LogSource
@@ -64,8 +65,8 @@ class Figures:
     time_to_trainable_batch_s: float | None  # from the first request or lease to the first manifest
     batch_interval_s: Quantiles | None  # manifest to manifest, while there was room for one
     batch_span_s: Quantiles | None  # from the lease of a batch's oldest group to its manifest
-    trainer_wait_s: Quantiles | None  # from the commit of a version to the manifest that follows it
-    trainer_wait_share: float | None  # of the time from the first manifest to the newest commit or manifest
+    trainer_wait_s: Quantiles | None  # of each batch but the first, as `waits` defines it
+    trainer_wait_share: float | None  # of the trainer's time, without its wait for the first batch
     lag: Quantiles | None  # versions between sampling and training, over trained tokens
     tokens_per_s: float | None  # model tokens of closed groups
     rewards: tuple[RewardWindow, ...]
@@ -124,9 +125,7 @@ def _compute(seen: _Seen) -> Figures:
     decided = {manifest.batch: manifest.decided_ms for manifest in seen.manifests}
     begin = min(seen.asked, default=None)
     first = min(decided.values(), default=None)
-    waits = [max(0, at - committed[n - 1]) / 1000 for n, at in decided.items() if n > 1 and n - 1 in committed]
-    ends = [*committed.values(), *decided.values()]
-    working = (max(ends) - first) / 1000 if first is not None and len(committed) > 1 else 0.0
+    waits = seen.waiting.waits()
     tokens = sum(sum(slot.model_tokens for slot in fact.event.slots) for fact in seen.closures)
     last_closure = max((fact.timestamp_ms for fact in seen.closures), default=None)
     return Figures(
@@ -137,14 +136,14 @@ def _compute(seen: _Seen) -> Figures:
         time_to_trainable_batch_s=(first - begin) / 1000 if first is not None and begin is not None else None,
         batch_interval_s=quantiles(_intervals(decided, committed, seen.max_ahead)),
         batch_span_s=quantiles(_spans(seen)),
-        trainer_wait_s=quantiles(waits),
-        trainer_wait_share=sum(waits) / working if working > 0 else None,
+        trainer_wait_s=quantiles(waits.trainer_waits_s),
+        trainer_wait_share=waits.trainer.get(TrainerTime.WAITING, 0.0) if waits.trainer else None,
         lag=_lag(seen.manifests, committed.keys()),
         tokens_per_s=1000 * tokens / (last_closure - begin)
         if begin is not None and last_closure is not None and last_closure > begin
         else None,
         rewards=_rewards(seen),
-        waits=seen.waiting.waits(),
+        waits=waits,
     )
 
 

@@ -154,7 +154,8 @@ def waits_lines(found: Waits) -> Iterator[str]:
 
     yield f"time of episodes         {parts(found.steps)}"
     yield f"time of engines          {parts(found.engine)}"
-    yield f"time of the trainer      {parts(found.trainer)}"
+    first = f"; before the first batch {found.first_wait_s:.1f} s" if found.first_wait_s is not None else ""
+    yield f"time of the trainer      {parts(found.trainer)}{first}"
     if found.gpu_hours is not None:
         yield f"GPU-hours                {found.gpu_hours:.2f}"
     if found.stragglers:

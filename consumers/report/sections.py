@@ -66,8 +66,9 @@ def _readiness(report: Report) -> Section:
         Row("time to trainable batch", seconds(found.time_to_trainable_batch_s), "first request to first manifest"),
         Row("batch interval", spread(found.batch_interval_s), "manifest to manifest, while there was room for one"),
         Row("batch span", spread(found.batch_span_s), "lease of a batch's oldest group to its manifest"),
-        Row("trainer wait", spread(found.trainer_wait_s), "commit of a version to the manifest that follows it"),
-        Row("trainer wait, share", share(found.trainer_wait_share), "of the time since the first manifest"),
+        Row("trainer wait", spread(found.trainer_wait_s), "no batch was there for the trainer; without the first one"),
+        Row("trainer wait, share", share(found.trainer_wait_share), "of the trainer's time since it has the first batch"),
+        Row("trainer's first wait", seconds(waits.first_wait_s), "for the first batch: part of the time to it"),
         Row(
             "tokens per second",
             number(found.tokens_per_s),
@@ -384,7 +385,7 @@ def _spent(report: Report) -> Section:
 
 _TIMES = {
     "engines": "of all engines, by their heartbeats",
-    "trainer": "as it measures itself",
+    "trainer": "as it measures itself, or from the log; without its wait for the first batch",
     "episodes": "of all ended attempts, one beside the other",
 }
 _ACCOUNTS: dict[str, str] = {
