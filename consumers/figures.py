@@ -22,7 +22,7 @@ from headrace.schemas.events import (
     RunCreated,
     Version,
 )
-from headrace.schemas.outcomes import Purpose
+from headrace.schemas.outcomes import Closure, Purpose
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import BATCHES, FLEET, GROUPS, POLICY, TASKS
 from headrace.schemas.waiting import TrainerTime
@@ -47,7 +47,8 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class RewardWindow:
-    """Groups that closed while versions `first` to `last` were being trained, whatever became of them."""
+    """Groups that closed while versions `first` to `last` were being trained, whatever became of them; in a run that
+    trains nothing, those that these versions sampled."""
 
     first: int
     last: int
@@ -180,17 +181,21 @@ def _lag(manifests: Iterable[Manifest], committed: Iterable[int]) -> Quantiles |
 def _rewards(seen: _Seen) -> tuple[RewardWindow, ...]:
     """Closed groups by the version that was in training when they closed, in at most `WINDOWS` windows."""
     commits = sorted((version.committed_ms, version.version) for version in seen.versions if version.version > 0)
-    if not commits:
-        return ()
     times = np.array([at for at, _ in commits])
     by_version: dict[int, list[GroupClosed]] = {}
     for fact in seen.closures:
-        if fact.event.purpose == Purpose.TRAIN:
+        if fact.event.purpose != Purpose.TRAIN:
+            continue
+        if commits:
             index = int(np.searchsorted(times, fact.timestamp_ms))
             # What closes after the last commit counts with the last window: it was sampled for the next version.
             by_version.setdefault(commits[min(index, len(commits) - 1)][1], []).append(fact.event)
+        elif fact.event.closure == Closure.UNMANAGED:
+            sampled = [run.version for slot in fact.event.slots for run in slot.versions]
+            by_version.setdefault(max(sampled, default=0), []).append(fact.event)
     windows = []
-    for part in np.array_split(np.array([version for _, version in commits]), min(WINDOWS, len(commits))):
+    shown = [version for _, version in commits] or sorted(by_version)
+    for part in np.array_split(np.array(shown), min(WINDOWS, len(shown))) if shown else ():
         groups = [group for version in part.tolist() for group in by_version.get(version, [])]
         rewards = [s.reward for group in groups for s in group.slots if s.counted and s.reward is not None]
         mean = float(np.mean(rewards)) if rewards else None

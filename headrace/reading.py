@@ -60,7 +60,7 @@ def cat(
     """Print a run's events, dead letters too."""
     opened = opened_run(run, bootstrap, config)
     topics = ALL_TOPICS if topic is None else (topic,)
-    with _until_interrupted() as stop:
+    with until_interrupted() as stop:
         for record, event in opened.events(*topics, start=_start(start), follow=follow, stop=stop):
             if as_json:
                 print(dumps(record_row(record, event, opened.topics, raw)), flush=follow)
@@ -70,16 +70,24 @@ def cat(
 
 def status(
     run: Annotated[str | None, typer.Argument(help="run id; without it, the runs there are", metavar="[RUN]")] = None,
+    follow: Annotated[bool, typer.Option(help="live, with the report's verdicts, until Ctrl-C or its end")] = False,
     as_json: Json = False,
     bootstrap: Bootstrap = None,
     config: ConfigOption = None,
 ) -> None:
     """Show where a run stands and what holds it up; without RUN, list the runs."""
     if run is None:
+        if follow:
+            raise SettingsError("--follow needs a run: `headrace status RUN --follow`")
         rows = [_run_row(name, bootstrap, config) for name in list_runs(*_site(bootstrap, config))]
         say([dumps(rows)] if as_json else table(rows) if rows else ["there are no runs"])
         return
     opened = opened_run(run, bootstrap, config)
+    if follow:
+        from .watching import watch
+
+        watch(opened, as_json)
+        return
     source = opened.snapshot()
     letters = dead_letters(source)
     facts = read_small(source)
@@ -272,7 +280,7 @@ def say(lines: Any) -> None:
 
 
 @contextlib.contextmanager
-def _until_interrupted() -> Iterator[threading.Event]:
+def until_interrupted() -> Iterator[threading.Event]:
     """Ctrl-C, and a reader of our output that has seen enough, end it in silence."""
     stop = threading.Event()
     before = signal.signal(signal.SIGINT, lambda *_: stop.set())

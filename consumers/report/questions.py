@@ -16,6 +16,7 @@ import numpy as np
 from headrace.schemas.columns import unpack_float32, unpack_int32
 from headrace.schemas.events import (
     AttemptEnded,
+    Disposed,
     GroupClosed,
     Manifest,
     Publication,
@@ -23,7 +24,7 @@ from headrace.schemas.events import (
     Score,
     Version,
 )
-from headrace.schemas.outcomes import Closure, Outcome, Purpose
+from headrace.schemas.outcomes import Closure, Disposition, Outcome, Purpose
 
 from ..facts import Fact
 from ..figures import Quantiles, quantiles
@@ -62,10 +63,12 @@ class Freshness:
         return any(batch.weight_mean < 1 - INACTIVE or batch.masked > 0 for batch in self.batches)
 
 
-def freshness(facts: Iterable[Fact[Any]], stale_groups: int) -> Freshness:
-    batches, weights, drifts, masked = [], list[Any](), list[Any](), 0
+def freshness(facts: Iterable[Fact[Any]]) -> Freshness:
+    batches, weights, drifts, masked, stale = [], list[Any](), list[Any](), 0, 0
     for fact in facts:
-        if not isinstance(event := fact.event, Manifest):
+        event = fact.event
+        stale += isinstance(event, Disposed) and event.disposition == Disposition.STALE
+        if not isinstance(event, Manifest):
             continue
         counts, weight = unpack_int32(event.segment_count), unpack_float32(event.segment_weight).astype(np.float64)
         lag = event.target - unpack_int32(event.segment_version)
@@ -84,7 +87,7 @@ def freshness(facts: Iterable[Fact[Any]], stale_groups: int) -> Freshness:
             float(drift[known].max()) if with_drift else None, float(counts @ weight / tokens), zero / tokens,
         ))  # fmt: skip
     return Freshness(tuple(batches), quantiles(np.concatenate(drifts)) if drifts else None,
-                     quantiles(np.concatenate(weights)) if weights else None, masked, stale_groups)  # fmt: skip
+                     quantiles(np.concatenate(weights)) if weights else None, masked, stale)  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------- numerical alignment
