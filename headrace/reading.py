@@ -21,6 +21,7 @@ import typer
 from headrace.consumers.facts import Fact
 from headrace.consumers.figures import Figures, Quantiles, figures
 from headrace.consumers.letters import DeadLetters, dead_letters
+from headrace.consumers.report.words import seconds
 from headrace.consumers.run import Run, list_runs, open_run
 from headrace.consumers.selection import Start
 from headrace.consumers.state import State, state
@@ -136,15 +137,15 @@ def show(
 
 
 def figure_lines(found: Figures) -> Iterator[str]:
-    def seconds(value: Quantiles | None) -> str:
+    def spread(value: Quantiles | None) -> str:
         return f"p50 {value.p50:.2f} s, p95 {value.p95:.2f} s" if value else "-"
 
     first = found.time_to_trainable_batch_s
     yield f"time to trainable batch  {first:.2f} s" if first is not None else "time to trainable batch  -"
-    yield f"batch interval           {seconds(found.batch_interval_s)}"
-    yield f"batch span               {seconds(found.batch_span_s)}"
+    yield f"batch interval           {spread(found.batch_interval_s)}"
+    yield f"batch span               {spread(found.batch_span_s)}"
     share = f", {100 * found.trainer_wait_share:.0f} % of its time" if found.trainer_wait_share is not None else ""
-    yield f"trainer wait             {seconds(found.trainer_wait_s)}{share}"
+    yield f"trainer wait             {spread(found.trainer_wait_s)}{share}"
     lag = found.lag
     yield f"lag of trained tokens    {f'mean {lag.mean:.2f}, p95 {lag.p95:.0f}, max {lag.max:.0f}' if lag else '-'}"
     yield f"tokens per second        {f'{found.tokens_per_s:.0f}' if found.tokens_per_s is not None else '-'}"
@@ -181,9 +182,9 @@ def status_lines(run: str, found: State, letters: DeadLetters, waits: Waits) -> 
     for worker in found.workers:
         alive = "" if worker.alive else ", gone"
         yield (f"worker      {worker.worker} ({worker.incarnation[:8]}) serves {worker.version}, {worker.free} of "
-               f"{worker.capacity} slots free, heartbeat {worker.heard_s:.1f} s ago{alive}")  # fmt: skip
+               f"{worker.capacity} slots free, heartbeat {seconds(worker.heard_s)} ago{alive}")  # fmt: skip
     for role, ago in found.signs_s.items():
-        yield f"{role:11} {f'last wrote {ago:.1f} s ago' if ago is not None else 'has written nothing'}"
+        yield f"{role:11} {f'last wrote {seconds(ago)} ago' if ago is not None else 'has written nothing'}"
     yield f"dead        {letters_text(letters)}"
     yield f"held up by  {found.held_up_by}"
     yield from waits_lines(waits)

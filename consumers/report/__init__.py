@@ -75,5 +75,5 @@ def glance(source: LogSource, settings: RunSettings, now_ms: int, facts: Sequenc
         run=source.run, model=settings.model.path, made_ms=now_ms,
         state=state(facts, settings, now_ms, dead_letters(source).count), figures=figures(facts),
         freshness=freshness(facts), alignment=alignment(facts), reliability=reliability(facts),
-        transport=transport(facts), evaluation=evaluation(scores), ledger=ledger,
+        transport=transport(facts, settings.weights), evaluation=evaluation(scores), ledger=ledger,
     )  # fmt: skip

@@ -24,7 +24,8 @@ from headrace.schemas.events import (
     Score,
     Version,
 )
-from headrace.schemas.outcomes import Closure, Disposition, Outcome, Purpose
+from headrace.schemas.outcomes import REASON_WEIGHTS, Closure, Disposition, Outcome, Purpose
+from headrace.schemas.settings import WeightSettings
 
 from ..facts import Fact
 from ..figures import Quantiles, quantiles
@@ -245,15 +246,23 @@ class Transport:
     sizes: dict[int, int]  # bytes by version
     kinds: dict[str, int]  # publications by kind
     changed: Quantiles | None  # share of elements that a delta changes
+    requests: str  # what the run's settings do to active requests when weights change
+    caches: str  # and to their keys and values
+    crossed: float | None  # share of the closed groups' episodes that several versions sampled
+    cut_short: int  # attempts that a change of weights ended
 
 
-def transport(facts: Sequence[Fact[Any]]) -> Transport:
+def transport(facts: Sequence[Fact[Any]], weights: WeightSettings) -> Transport:
     deliveries, sizes, kinds, changed = [], Counter[int](), Counter[str](), []
     committed = {f.event.version: f.event.committed_ms for f in facts if isinstance(f.event, Version)}
-    late = []
+    late, sampled, cut_short = [], list[bool](), 0
     for fact in facts:
         event = fact.event
-        if isinstance(event, PublicationClock):
+        if isinstance(event, GroupClosed):
+            sampled += [len({run.version for run in slot.versions}) > 1 for slot in event.slots if slot.versions]
+        elif isinstance(event, AttemptEnded):
+            cut_short += event.reason == REASON_WEIGHTS
+        elif isinstance(event, PublicationClock):
             deliveries.append(_delivery(event))
         elif isinstance(event, Publication):
             sizes[event.version] += event.size
@@ -267,7 +276,8 @@ def transport(facts: Sequence[Fact[Any]]) -> Transport:
         tuple(deliveries), {name: value for name, value in found.items() if value},
         quantiles([one.latency_s for one in deliveries if one.latency_s is not None]),
         quantiles([one.pause_s for one in deliveries if one.pause_s is not None]),
-        quantiles(late), dict(sizes), dict(kinds), quantiles(changed),
+        quantiles(late), dict(sizes), dict(kinds), quantiles(changed), weights.requests, weights.caches,
+        sum(sampled) / len(sampled) if sampled else None, cut_short,
     )  # fmt: skip
 
 

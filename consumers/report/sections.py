@@ -300,6 +300,10 @@ def _publication(report: Report) -> Section:
             f"{size(sum(sizes) / len(sizes))} mean, {size(sum(sizes))} in all" if sizes else "-",
             "without version 0",
         ),
+        Row("active requests", f"{found.requests}; {found.cut_short} attempts ended by it",
+            "what a change of weights does to them (weights.requests)"),
+        Row("their caches", found.caches, "keys and values of active requests (weights.caches)"),
+        Row("across a change", share(found.crossed), "episodes of closed groups that several versions sampled"),
         Row("changed", share(found.changed.mean) if found.changed else "-", "elements that a delta changes, of all"),
     ]
     if found.latency_s is None:

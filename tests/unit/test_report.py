@@ -185,6 +185,10 @@ def test_publication_is_timed_leg_by_leg(log: MemoryLog, report: Report) -> None
     for one in events(log, "policy", Publication):
         sizes[one.version] += one.size
     assert found.sizes == sizes
+    slots = [slot for one in events(log, "groups", GroupClosed) for slot in one.slots if slot.versions]
+    crossed = sum(len({run.version for run in slot.versions}) > 1 for slot in slots)
+    assert found.crossed == crossed / len(slots) and found.cut_short == 0
+    assert (found.requests, found.caches) == (SETTINGS.weights.requests, SETTINGS.weights.caches)
 
 
 def test_an_evaluation_says_rise_and_error(report: Report) -> None:
