@@ -43,13 +43,15 @@ def shown(browser: Any, tmp_path: Path, *runs: Report) -> Any:
     return browser
 
 
+@pytest.mark.slow
 def test_pages_of_every_size_and_kind_of_run_open_without_error_network_or_sideways_scrolling(
     browser: Any, found: dict[str, Report], tmp_path: Path
 ) -> None:
     assert found["5000"].reliability.attempts == 5000 and found["100"].ledger is not None
     for name in ("1", "100", "5000"):
         ledger = found[name].ledger
-        assert ledger is not None and ledger.closes, (name, ledger.failures)
+        assert ledger is not None
+        assert ledger.closes, (name, ledger.failures)
     pages = [*((report,) for report in found.values()), (found["100"], found["5000"]), (found["5000"], found["empty"])]
     for runs in pages:
         page = shown(browser, tmp_path, *runs)

@@ -17,6 +17,7 @@ from headrace.create import create_run
 from headrace.jars import Java, cache_home, file_lock, find_jars, find_java, find_tools
 from headrace.producers import open_producer
 from headrace.schemas.codec import encode
+from headrace.schemas.errors import UndecodableRecord
 from headrace.schemas.events import Span, Task
 from headrace.schemas.topics import TRAJECTORIES, RunTopics
 from tests.scripted_run import scripted_settings
@@ -87,6 +88,7 @@ def test_java_with_avros_own_library_decodes_every_event_as_python_does(
     found = {(row["partition"], row["offset"]): row for row in map(json.loads, done.stdout.decode().splitlines())}
     spans = 0
     for record, event in open_run(run, kafka).events(TRAJECTORIES):
+        assert not isinstance(event, UndecodableRecord)
         row = found.pop((record.partition, record.offset))
         assert row["kind"] == type(event).__name__
         plain = [name for name, value in row["event"].items()
