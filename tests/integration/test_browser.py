@@ -62,8 +62,8 @@ def test_pages_of_every_size_and_kind_of_run_open_without_error_network_or_sidew
             wide = page.evaluate("""width => [...document.querySelectorAll('td, th, p, figure')].filter(
                 e => e.getBoundingClientRect().right > width + 1).map(e => e.outerHTML.slice(0, 200))""", width)
             assert not wide, name
-            letters = page.evaluate("""[...document.querySelectorAll('svg text')].map(
-                e => parseFloat(getComputedStyle(e).fontSize) * e.getScreenCTM().a)""")
+            letters = page.evaluate("""[...document.querySelectorAll('svg text, svg tspan')].map(
+                e => parseFloat(getComputedStyle(e).fontSize) * e.getScreenCTM().a).filter(size => size > 0)""")
             assert not letters or min(letters) >= 7, name  # px: a plot scrolls in itself before it gets unreadable
         verdicts = page.locator(".verdict").all_inner_texts()
         assert len(verdicts) == len(sections(runs[0])) * len(runs)
