@@ -3,13 +3,18 @@ of the same events; and the memory of each over runs of different length.
 
 The bare loop decodes every event and unpacks no column; the table has every token's id, log-probability, version,
 position and origin in Arrow's buffers. Each is a process of its own, taken in turn. Spans have 256 tokens, ids and
-log-probabilities are drawn with the spread of sampled ones. What consumers cost a training isn't measured here.
+log-probabilities are drawn with the spread of sampled ones.
+
+Last, what three attached consumers (every event, closed groups, an audit every ten seconds) cost a training on this
+machine, as a share of its step time: one real run with a tiny model, with and without them in turn. The interval is the
+95 % one of Student's t over the pairs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -21,6 +26,7 @@ from headrace.consumers import open_run
 from headrace.schemas.topics import TRAJECTORIES
 
 from . import harness
+from ._attached import step_times
 from .baselines.bare_consumer import count_tokens
 from .harness import CannotMeasure, Result, Spread, spread
 from .streams_load import SIBLINGS, Rollouts, create, settings
@@ -29,6 +35,9 @@ SPAN = 256
 SPANS = 16  # of an episode: 4,096 tokens
 SHORT, LONG = 2_000_000, 10_000_000  # tokens
 QUICK = 500_000, 1_500_000
+PAIRS, VERSIONS = 10, 12  # of windows with and without consumers; of a window
+QUICK_PAIRS, QUICK_VERSIONS = 2, 3
+T95 = {1: 12.706, 9: 2.262}  # two-sided 95 % quantiles of Student's t, by degrees of freedom
 SUBJECTS = ("bare consume + decode", "log to Arrow", "log to Parquet")
 
 
@@ -85,6 +94,8 @@ def measure(options: argparse.Namespace, result: Result) -> None:
         found = harness.alternate({subject: partial(measured, subject, short) for subject in SUBJECTS},
                                   2 if options.quick else 5, warm=not options.quick)  # fmt: skip
         whole = {subject: measured(subject, long) for subject in SUBJECTS[1:]}
+        pairs = QUICK_PAIRS if options.quick else PAIRS
+        times = step_times(kafka, pairs, QUICK_VERSIONS if options.quick else VERSIONS)
     rates: dict[str, Spread] = {}
     for subject, each in found.items():
         rates[subject] = spread([one["tokens"] / one["cpu_s"] for one in each])
@@ -96,6 +107,17 @@ def measure(options: argparse.Namespace, result: Result) -> None:
         result.at_most(f"memory of the longer run to that of the shorter, {subject}", many / few, 1.15)
     result.at_least("log to Arrow, of the speed of bare consume + decode",
                     rates[SUBJECTS[1]].median / rates[SUBJECTS[0]].median, 0.5)  # fmt: skip
+    for subject, seconds in times.items():
+        result.row("step time of a training", subject, spread(seconds), "s a version")
+    shares = [with_them / without - 1 for with_them, without in zip(times["attached"], times["alone"], strict=True)]
+    mean = statistics.mean(shares)
+    error = T95[pairs - 1] * statistics.stdev(shares) / pairs**0.5
+    result.row("cost of three attached consumers", "mean over the pairs", 100 * mean, "%")
+    result.row("cost of three attached consumers", "95 % interval, lower end", 100 * (mean - error), "%")
+    result.row("cost of three attached consumers", "95 % interval, upper end", 100 * (mean + error), "%")
+    noise = mean - error <= 0 <= mean + error
+    result.at_most("cost of three attached consumers, % of the step time (0: inside the noise)",
+                   0.0 if noise else 100 * mean, 1.0)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

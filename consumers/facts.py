@@ -70,9 +70,11 @@ class Failures:
         return self._kept + more
 
 
-def read_facts(source: LogSource, topic: str, partition: int, failures: Failures) -> Iterator[Fact[Any]]:
-    """The records of one partition; one that doesn't decode, or doesn't belong there, is a failure and left out."""
-    for record in source.records(topic, partition):
+def read_facts(source: LogSource, topic: str, partition: int, failures: Failures,
+               start: int = 0) -> Iterator[Fact[Any]]:  # fmt: skip
+    """The records of one partition from an offset on; one that doesn't decode, or doesn't belong there, is a failure
+    and left out."""
+    for record in source.records(topic, partition, start):
         where = address(topic, partition, record.offset)
         try:
             event = decode(record.value)

@@ -22,9 +22,10 @@ from headrace.schemas.events import (
     RunCreated,
     Version,
 )
-from headrace.schemas.outcomes import Purpose
+from headrace.schemas.outcomes import Closure, Purpose
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import BATCHES, FLEET, GROUPS, POLICY, TASKS
+from headrace.schemas.waiting import TrainerTime
 
 from .facts import Fact, Failures, read_facts
 from .source import LogSource
@@ -46,7 +47,8 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class RewardWindow:
-    """Groups that closed while versions `first` to `last` were being trained, whatever became of them."""
+    """Groups that closed while versions `first` to `last` were being trained, whatever became of them; in a run that
+    trains nothing, those that these versions sampled."""
 
     first: int
     last: int
@@ -64,8 +66,8 @@ class Figures:
     time_to_trainable_batch_s: float | None  # from the first request or lease to the first manifest
     batch_interval_s: Quantiles | None  # manifest to manifest, while there was room for one
     batch_span_s: Quantiles | None  # from the lease of a batch's oldest group to its manifest
-    trainer_wait_s: Quantiles | None  # from the commit of a version to the manifest that follows it
-    trainer_wait_share: float | None  # of the time from the first manifest to the newest commit or manifest
+    trainer_wait_s: Quantiles | None  # of each batch but the first, as `waits` defines it
+    trainer_wait_share: float | None  # of the trainer's time, without its wait for the first batch
     lag: Quantiles | None  # versions between sampling and training, over trained tokens
     tokens_per_s: float | None  # model tokens of closed groups
     rewards: tuple[RewardWindow, ...]
@@ -124,9 +126,7 @@ def _compute(seen: _Seen) -> Figures:
     decided = {manifest.batch: manifest.decided_ms for manifest in seen.manifests}
     begin = min(seen.asked, default=None)
     first = min(decided.values(), default=None)
-    waits = [max(0, at - committed[n - 1]) / 1000 for n, at in decided.items() if n > 1 and n - 1 in committed]
-    ends = [*committed.values(), *decided.values()]
-    working = (max(ends) - first) / 1000 if first is not None and len(committed) > 1 else 0.0
+    waits = seen.waiting.waits()
     tokens = sum(sum(slot.model_tokens for slot in fact.event.slots) for fact in seen.closures)
     last_closure = max((fact.timestamp_ms for fact in seen.closures), default=None)
     return Figures(
@@ -137,14 +137,14 @@ def _compute(seen: _Seen) -> Figures:
         time_to_trainable_batch_s=(first - begin) / 1000 if first is not None and begin is not None else None,
         batch_interval_s=quantiles(_intervals(decided, committed, seen.max_ahead)),
         batch_span_s=quantiles(_spans(seen)),
-        trainer_wait_s=quantiles(waits),
-        trainer_wait_share=sum(waits) / working if working > 0 else None,
+        trainer_wait_s=quantiles(waits.trainer_waits_s),
+        trainer_wait_share=waits.trainer.get(TrainerTime.WAITING, 0.0) if waits.trainer else None,
         lag=_lag(seen.manifests, committed.keys()),
         tokens_per_s=1000 * tokens / (last_closure - begin)
         if begin is not None and last_closure is not None and last_closure > begin
         else None,
         rewards=_rewards(seen),
-        waits=seen.waiting.waits(),
+        waits=waits,
     )
 
 
@@ -181,17 +181,21 @@ def _lag(manifests: Iterable[Manifest], committed: Iterable[int]) -> Quantiles |
 def _rewards(seen: _Seen) -> tuple[RewardWindow, ...]:
     """Closed groups by the version that was in training when they closed, in at most `WINDOWS` windows."""
     commits = sorted((version.committed_ms, version.version) for version in seen.versions if version.version > 0)
-    if not commits:
-        return ()
     times = np.array([at for at, _ in commits])
     by_version: dict[int, list[GroupClosed]] = {}
     for fact in seen.closures:
-        if fact.event.purpose == Purpose.TRAIN:
+        if fact.event.purpose != Purpose.TRAIN:
+            continue
+        if commits:
             index = int(np.searchsorted(times, fact.timestamp_ms))
             # What closes after the last commit counts with the last window: it was sampled for the next version.
             by_version.setdefault(commits[min(index, len(commits) - 1)][1], []).append(fact.event)
+        elif fact.event.closure == Closure.UNMANAGED:
+            sampled = [run.version for slot in fact.event.slots for run in slot.versions]
+            by_version.setdefault(max(sampled, default=0), []).append(fact.event)
     windows = []
-    for part in np.array_split(np.array([version for _, version in commits]), min(WINDOWS, len(commits))):
+    shown = [version for _, version in commits] or sorted(by_version)
+    for part in np.array_split(np.array(shown), min(WINDOWS, len(shown))) if shown else ():
         groups = [group for version in part.tolist() for group in by_version.get(version, [])]
         rewards = [s.reward for group in groups for s in group.slots if s.counted and s.reward is not None]
         mean = float(np.mean(rewards)) if rewards else None

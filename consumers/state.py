@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.schemas.events import FleetTick, Lease, SettingsChanged
+from headrace.schemas.events import FleetTick, Lease, SettingsChanged, Version
+from headrace.schemas.outcomes import Closure
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import BATCHES, GROUPS, POLICY, TASKS
 from headrace.streams.log.policy import in_force
@@ -46,6 +47,12 @@ class State:
     workers: tuple[Worker, ...]
     signs_s: dict[str, float | None] = field(default_factory=dict)  # role: newest record, seconds ago
     dead_letters: int = 0
+    silent_s: float | None = None  # since the newest record of any process; None: there is none but the run's first
+
+    @property
+    def over(self) -> bool:
+        """Whether it had begun, and no process of it writes any more."""
+        return self.silent_s is not None and self.silent_s > SILENT_S and not self.alive
 
     @property
     def alive(self) -> list[Worker]:
@@ -55,6 +62,8 @@ class State:
     def held_up_by(self) -> str:
         """The one thing that the next version waits for, and what to look at."""
 
+        if self.version < 0 and self.closed and self.closed.keys() == {Closure.UNMANAGED}:
+            return "nothing: all of its groups are unmanaged, so that none of them is ever trained"
         if self.version < 0:
             return "the trainer has not written version 0 yet"
         if self.published < self.version:
@@ -92,6 +101,8 @@ def state(facts: Sequence[Fact[Any]], settings: RunSettings, now_ms: int, dead_l
     for fact in facts:
         for role in _roles(fact):
             signs[role] = max(signs.get(role, 0), fact.timestamp_ms)
+    newest = max((fact.timestamp_ms for fact in facts if fact.topic != POLICY or isinstance(fact.event, Version)),
+                 default=None)  # fmt: skip
     return State(
         version=max((row["id"] for row in known), default=-1),
         published=max((row["id"] for row in published), default=-1),
@@ -105,6 +116,7 @@ def state(facts: Sequence[Fact[Any]], settings: RunSettings, now_ms: int, dead_l
         signs_s={role: (now_ms - signs[role]) / 1000 if role in signs else None
                  for role in ("assembler", "coordinator", "trainer")},
         dead_letters=dead_letters,
+        silent_s=(now_ms - newest) / 1000 if newest is not None else None,
     )  # fmt: skip
 
 

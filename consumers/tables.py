@@ -38,8 +38,25 @@ SMALL = (POLICY, TASKS, FLEET, BATCHES, GROUPS)
 
 def read_small(source: LogSource) -> list[Fact[Any]]:
     """Every record of the small topics. What can't be decoded is the ledger's matter: left out."""
-    ignored = Failures()
-    return [f for t in SMALL for p in range(source.partitions(t)) for f in read_facts(source, t, p, ignored)]
+    return SmallTopics().read(source)
+
+
+class SmallTopics:
+    """For who reads a run again and again as it goes on: each record is read once, and kept."""
+
+    def __init__(self) -> None:
+        self._facts: dict[tuple[str, int], list[Fact[Any]]] = {}
+        self._read: dict[tuple[str, int], int] = {}
+
+    def read(self, source: LogSource) -> list[Fact[Any]]:
+        """What `read_small` says of this source; one that is newer than the last."""
+        ignored = Failures()
+        for topic in SMALL:
+            for p in range(source.partitions(topic)):
+                known = self._facts.setdefault((topic, p), [])
+                known += read_facts(source, topic, p, ignored, self._read.get((topic, p), 0))
+                self._read[topic, p] = source.end(topic, p)
+        return [fact for facts in self._facts.values() for fact in facts]
 
 
 def fates(facts: Facts) -> dict[str, tuple[str, int | None, int | None]]:

@@ -4,6 +4,11 @@ A pure fold over records of the small topics; `figures` feeds it. What workers a
 taken as they say it. One thing no worker can know is told here from the log: whether it had nothing to do because the
 run was *paced*, that is, because there was no room for another group (DESIGN: room is a matter of `max_lag`).
 
+The trainer's wait is defined here and nowhere else (`trainer_times`): the time in which no batch was there, as the
+trainer measured it, or, of one that doesn't, from the commit of the version before to the manifest. The wait before the
+first batch stands apart (`first_wait_s`): nothing can be trained before the first groups have closed, it is part of the
+time to trainable batch, and it is in no share and no verdict.
+
 The advice follows one rule: change what the measured waiting points to, and nothing where it is below `WORTH_IT` of the
 time. `max_lag = 0` takes turns and is the simple mode; 1, the default, overlaps sampling and training; more is advised
 only where both sides still wait for each other beyond that share.
@@ -64,7 +69,9 @@ class Waits:
 
     steps_s: Mapping[str, float]  # seconds of all ended attempts, by step
     engine_s: Mapping[str, float]  # seconds of all engines, by `busy` and reason of idleness
-    trainer_s: Mapping[str, float]  # seconds of the trainer, by what it did
+    trainer_s: Mapping[str, float]  # seconds of the trainer, by what it did, without `first_wait_s`
+    first_wait_s: float | None  # the trainer's wait for the first batch; None: that isn't trained yet
+    trainer_waits_s: tuple[float, ...]  # its wait for each later batch
     gpu_hours: float | None  # of workers and trainer; None: no GPU was reported
     stragglers: tuple[Straggler, ...]  # one a batch
     bottleneck: str | None  # generation, environment, training or publication; None: nothing waits much, or too early
@@ -93,7 +100,7 @@ class Waiting:
     """Give it every record, in log order within a partition; then `waits`."""
 
     _steps: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    _trainer: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _versions: dict[int, Version] = field(default_factory=dict)
     _beats: dict[str, list[tuple[int, Mapping[str, float]]]] = field(default_factory=lambda: defaultdict(list))
     _opened: dict[str, int] = field(default_factory=dict)
     _trains: set[str] = field(default_factory=set)  # groups that take room
@@ -131,8 +138,7 @@ class Waiting:
             case Publication() as publication:
                 self._published.setdefault(publication.version, at)
             case Version() as version:
-                for name in TrainerTime:
-                    self._trainer[name] += version.metrics.get(f"{name}_s", 0.0)
+                self._versions[version.version] = version
                 self._trainer_gpus = int(_device(version.fingerprint).startswith("cuda"))
             case RunCreated() as created:
                 batch = RunSettings.model_validate_json(created.settings).batch
@@ -146,12 +152,17 @@ class Waiting:
     def waits(self) -> Waits:
         engine = self._engines()
         gpu_s = sum(beats[-1][1].get("gpu_s", 0.0) for beats in self._beats.values())
-        gpu_s += self._trainer_gpus * sum(self._trainer.values())
-        trainer = {str(name): self._trainer[name] for name in TrainerTime if self._trainer[name]}
+        times = trainer_times(self._versions, {manifest.batch: manifest for _, manifest in self._manifests})
+        gpu_s += self._trainer_gpus * sum(sum(each.values()) for each in times.values())
+        first = times[1].pop(TrainerTime.WAITING, 0.0) if 1 in times else None
+        trainer = {str(name): total for name in TrainerTime
+                   if (total := sum(each.get(name, 0.0) for each in times.values()))}  # fmt: skip
+        later = tuple(each.get(TrainerTime.WAITING, 0.0) for number, each in times.items() if number > 1)
         max_lag = self._settings[-1][2] if self._settings else 1
         bottleneck, advice = advise(shares(engine), shares(trainer), max_lag)
         steps = {str(step): self._steps[step] for step in [*Step, *self._steps] if self._steps.get(step)}
-        return Waits(steps, engine, trainer, gpu_s / 3600 if gpu_s else None, self._stragglers(), bottleneck, advice)
+        return Waits(steps, engine, trainer, first, later, gpu_s / 3600 if gpu_s else None, self._stragglers(),
+                     bottleneck, advice)  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------- engines
 
@@ -220,6 +231,23 @@ class Waiting:
         state = max(times, key=times.__getitem__, default="unknown")
         return Straggler(manifest.batch, closed.group, slot, attempt, closed.task, state, times.get(state, 0.0),
                          closed.open_ms / 1000)  # fmt: skip
+
+
+def trainer_times(versions: Mapping[int, Version],
+                  manifests: Mapping[int, Manifest]) -> dict[int, dict[TrainerTime, float]]:  # fmt: skip
+    """Seconds of the trainer by trained version and by what it did. A trainer that doesn't measure itself waits from
+    the commit of the version before to the manifest, and computes until its own commit."""
+    times: dict[int, dict[TrainerTime, float]] = {}
+    for number in sorted(versions):
+        version, before, manifest = versions[number], versions.get(number - 1), manifests.get(number)
+        told = {name: version.metrics[f"{name}_s"] for name in TrainerTime if f"{name}_s" in version.metrics}
+        if not told and before is not None and manifest is not None:
+            waited = max(0, manifest.decided_ms - before.committed_ms) / 1000
+            told = {TrainerTime.WAITING: waited,
+                    TrainerTime.COMPUTE: max(0.0, (version.committed_ms - before.committed_ms) / 1000 - waited)}
+        if number > 0:
+            times[number] = told
+    return times
 
 
 _COUNTERS: Mapping[str, str] = {BUSY: "busy_s"} | {str(reason): f"idle_{reason}_s" for reason in Idle}

@@ -21,6 +21,7 @@ import typer
 from headrace.consumers.facts import Fact
 from headrace.consumers.figures import Figures, Quantiles, figures
 from headrace.consumers.letters import DeadLetters, dead_letters
+from headrace.consumers.report.words import seconds
 from headrace.consumers.run import Run, list_runs, open_run
 from headrace.consumers.selection import Start
 from headrace.consumers.state import State, state
@@ -70,16 +71,24 @@ def cat(
 
 def status(
     run: Annotated[str | None, typer.Argument(help="run id; without it, the runs there are", metavar="[RUN]")] = None,
+    follow: Annotated[bool, typer.Option(help="live, with the report's verdicts, until Ctrl-C or its end")] = False,
     as_json: Json = False,
     bootstrap: Bootstrap = None,
     config: ConfigOption = None,
 ) -> None:
     """Show where a run stands and what holds it up; without RUN, list the runs."""
     if run is None:
+        if follow:
+            raise SettingsError("--follow needs a run: `headrace status RUN --follow`")
         rows = [_run_row(name, bootstrap, config) for name in list_runs(*_site(bootstrap, config))]
         say([dumps(rows)] if as_json else table(rows) if rows else ["there are no runs"])
         return
     opened = opened_run(run, bootstrap, config)
+    if follow:
+        from .watching import watch
+
+        watch(opened, as_json)
+        return
     source = opened.snapshot()
     letters = dead_letters(source)
     facts = read_small(source)
@@ -128,15 +137,15 @@ def show(
 
 
 def figure_lines(found: Figures) -> Iterator[str]:
-    def seconds(value: Quantiles | None) -> str:
+    def spread(value: Quantiles | None) -> str:
         return f"p50 {value.p50:.2f} s, p95 {value.p95:.2f} s" if value else "-"
 
     first = found.time_to_trainable_batch_s
     yield f"time to trainable batch  {first:.2f} s" if first is not None else "time to trainable batch  -"
-    yield f"batch interval           {seconds(found.batch_interval_s)}"
-    yield f"batch span               {seconds(found.batch_span_s)}"
+    yield f"batch interval           {spread(found.batch_interval_s)}"
+    yield f"batch span               {spread(found.batch_span_s)}"
     share = f", {100 * found.trainer_wait_share:.0f} % of its time" if found.trainer_wait_share is not None else ""
-    yield f"trainer wait             {seconds(found.trainer_wait_s)}{share}"
+    yield f"trainer wait             {spread(found.trainer_wait_s)}{share}"
     lag = found.lag
     yield f"lag of trained tokens    {f'mean {lag.mean:.2f}, p95 {lag.p95:.0f}, max {lag.max:.0f}' if lag else '-'}"
     yield f"tokens per second        {f'{found.tokens_per_s:.0f}' if found.tokens_per_s is not None else '-'}"
@@ -154,7 +163,8 @@ def waits_lines(found: Waits) -> Iterator[str]:
 
     yield f"time of episodes         {parts(found.steps)}"
     yield f"time of engines          {parts(found.engine)}"
-    yield f"time of the trainer      {parts(found.trainer)}"
+    first = f"; before the first batch {found.first_wait_s:.1f} s" if found.first_wait_s is not None else ""
+    yield f"time of the trainer      {parts(found.trainer)}{first}"
     if found.gpu_hours is not None:
         yield f"GPU-hours                {found.gpu_hours:.2f}"
     if found.stragglers:
@@ -172,9 +182,9 @@ def status_lines(run: str, found: State, letters: DeadLetters, waits: Waits) -> 
     for worker in found.workers:
         alive = "" if worker.alive else ", gone"
         yield (f"worker      {worker.worker} ({worker.incarnation[:8]}) serves {worker.version}, {worker.free} of "
-               f"{worker.capacity} slots free, heartbeat {worker.heard_s:.1f} s ago{alive}")  # fmt: skip
+               f"{worker.capacity} slots free, heartbeat {seconds(worker.heard_s)} ago{alive}")  # fmt: skip
     for role, ago in found.signs_s.items():
-        yield f"{role:11} {f'last wrote {ago:.1f} s ago' if ago is not None else 'has written nothing'}"
+        yield f"{role:11} {f'last wrote {seconds(ago)} ago' if ago is not None else 'has written nothing'}"
     yield f"dead        {letters_text(letters)}"
     yield f"held up by  {found.held_up_by}"
     yield from waits_lines(waits)

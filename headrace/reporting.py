@@ -65,7 +65,8 @@ def report_row(found: Report) -> dict[str, Any]:
     row: dict[str, Any] = jsonable(found)
     bottleneck, advice = headline(found)
     verdicts = {s.key: {"question": s.question, "verdict": s.verdict, "good": s.good} for s in sections(found)}
-    return row | {"ledger": ledger_row(found.ledger), "bottleneck": bottleneck, "advice": advice, "verdicts": verdicts}
+    ledger = None if found.ledger is None else ledger_row(found.ledger)
+    return row | {"ledger": ledger, "bottleneck": bottleneck, "advice": advice, "verdicts": verdicts}
 
 
 def _gathered(run: str, bootstrap: str | None, config: Path | None) -> Report:

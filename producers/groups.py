@@ -88,12 +88,14 @@ class Episode:
         self._begun().context(tokens, Source.ENVIRONMENT, detail, ends_turn=True)
 
     def finish(self, reward: float | None, outcome: Outcome | None = None, *, reason: str = "finished",
-               rewards: Mapping[str, float | None] | None = None, text: str | None = None,
-               timings_ms: Mapping[str, float] | None = None, ended_ms: int | None = None) -> None:  # fmt: skip
+               boundary: Boundary = Boundary.NONE, rewards: Mapping[str, float | None] | None = None,
+               text: str | None = None, timings_ms: Mapping[str, float] | None = None,
+               ended_ms: int | None = None) -> None:  # fmt: skip
         """End the attempt. Without `outcome`: success where the reward is positive; no reward means that the scorer
-        failed, which never trains. Times in milliseconds; raises InvalidRecord for those that can't be, RecordTooLarge
-        where no record holds the text and the run has no blob store."""
-        outcome, reason, boundary = judged(reward, outcome, reason)
+        failed, which never trains. `boundary`: with an `outcome`, the part that failed. Times in milliseconds; raises
+        InvalidRecord for those that can't be, RecordTooLarge where no record holds the text and the run has no blob
+        store."""
+        outcome, reason, boundary = judged(reward, outcome, reason, boundary)
         self._mine().end(outcome, reason, boundary, reward=reward, rewards=rewards, text=text, timings_ms=timings_ms,
                          ended_ms=ended_ms)  # fmt: skip
 
@@ -110,11 +112,12 @@ class Episode:
         return writer
 
 
-def judged(reward: float | None, outcome: Outcome | None, reason: str) -> tuple[Outcome, str, Boundary]:
+def judged(reward: float | None, outcome: Outcome | None, reason: str,
+           boundary: Boundary = Boundary.NONE) -> tuple[Outcome, str, Boundary]:  # fmt: skip
     """What an attempt that was finished so has come to. Without `outcome`: success where the reward is positive; no
     reward means that the scorer failed, which never trains."""
     if outcome is not None:
-        return outcome, reason, Boundary.NONE
+        return outcome, reason, boundary
     if reward is None:
         return Outcome.INFRA_FAILURE, REASON_SCORER_FAILED, Boundary.SCORER
     return Outcome.MODEL_SUCCESS if reward > 0 else Outcome.MODEL_FAILURE, reason, Boundary.NONE

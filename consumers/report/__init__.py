@@ -6,12 +6,14 @@ command line's `--json` are the same numbers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import EVALS
 
-from ..facts import Failures, read_facts
+from ..facts import Fact, Failures, read_facts
 from ..figures import Figures, figures
 from ..ledger import Ledger, audit
 from ..letters import dead_letters
@@ -31,7 +33,7 @@ from .questions import (
     transport,
 )
 
-__all__ = ["Report", "gather"]
+__all__ = ["Report", "gather", "glance"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Report:
     reliability: Reliability
     transport: Transport
     evaluation: tuple[Suite, ...]
-    ledger: Ledger
+    ledger: Ledger | None  # None: not audited, since that takes reading every event
 
     @property
     def begun(self) -> bool:
@@ -62,13 +64,16 @@ class Report:
 
 def gather(source: LogSource, settings: RunSettings, now_ms: int) -> Report:
     """Reads all of the run's small topics, and the raw events for the ledger."""
-    facts = read_small(source)
-    ledger = audit(source)
+    return glance(source, settings, now_ms, read_small(source), audit(source))
+
+
+def glance(source: LogSource, settings: RunSettings, now_ms: int, facts: Sequence[Fact[Any]],
+           ledger: Ledger | None = None) -> Report:  # fmt: skip
+    """As `gather`, of small topics that were read already."""
     scores = [fact.event for fact in read_facts(source, EVALS, 0, Failures())]
-    stale = sum(n for (_, disposition), n in ledger.groups.items() if disposition == "stale")
     return Report(
         run=source.run, model=settings.model.path, made_ms=now_ms,
         state=state(facts, settings, now_ms, dead_letters(source).count), figures=figures(facts),
-        freshness=freshness(facts, stale), alignment=alignment(facts), reliability=reliability(facts),
-        transport=transport(facts), evaluation=evaluation(scores), ledger=ledger,
+        freshness=freshness(facts), alignment=alignment(facts), reliability=reliability(facts),
+        transport=transport(facts, settings.weights), evaluation=evaluation(scores), ledger=ledger,
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from importlib import resources
+from pathlib import PurePath
 from typing import Any
 
 from headrace.schemas.errors import SettingsError
@@ -31,7 +32,7 @@ def _run(report: Report) -> dict[str, Any]:
     bottleneck, advice = headline(report)
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime(report.made_ms / 1000))
     return {
-        "name": report.run, "model": report.model, "made": made,
+        "name": report.run, "model": PurePath(report.model).name, "made": made,
         "version": report.state.version, "running": report.running, "held_up_by": report.state.held_up_by,
         "bottleneck": bottleneck, "advice": advice, "sections": sections(report), "plots": plots(report),
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -136,11 +137,11 @@ def _evaluation(report: Report, axes: Sequence[Axes]) -> bool:
 
 
 def _spent(report: Report, axes: Sequence[Axes]) -> bool:
-    total = report.ledger.tokens.total()
-    waits = report.figures.waits
+    tokens = report.ledger.tokens if report.ledger is not None else Counter[str]()
+    total, waits = tokens.total(), report.figures.waits
     bars: dict[str, Mapping[str, float]] = {
         "episodes": shares(waits.steps_s), "trainer": shares(waits.trainer_s), "engines": shares(waits.engine_s),
-        "tokens": {a: report.ledger.tokens[a] / total for a in Account if report.ledger.tokens[a]} if total else {},
+        "tokens": {a: tokens[a] / total for a in Account if tokens[a]} if total else {},
     }  # fmt: skip
     for row, parts in enumerate(bars.values()):
         left = 0.0

@@ -16,6 +16,7 @@ import numpy as np
 from headrace.schemas.columns import unpack_float32, unpack_int32
 from headrace.schemas.events import (
     AttemptEnded,
+    Disposed,
     GroupClosed,
     Manifest,
     Publication,
@@ -23,7 +24,8 @@ from headrace.schemas.events import (
     Score,
     Version,
 )
-from headrace.schemas.outcomes import Closure, Outcome, Purpose
+from headrace.schemas.outcomes import REASON_WEIGHTS, Closure, Disposition, Outcome, Purpose
+from headrace.schemas.settings import WeightSettings
 
 from ..facts import Fact
 from ..figures import Quantiles, quantiles
@@ -62,10 +64,12 @@ class Freshness:
         return any(batch.weight_mean < 1 - INACTIVE or batch.masked > 0 for batch in self.batches)
 
 
-def freshness(facts: Iterable[Fact[Any]], stale_groups: int) -> Freshness:
-    batches, weights, drifts, masked = [], list[Any](), list[Any](), 0
+def freshness(facts: Iterable[Fact[Any]]) -> Freshness:
+    batches, weights, drifts, masked, stale = [], list[Any](), list[Any](), 0, 0
     for fact in facts:
-        if not isinstance(event := fact.event, Manifest):
+        event = fact.event
+        stale += isinstance(event, Disposed) and event.disposition == Disposition.STALE
+        if not isinstance(event, Manifest):
             continue
         counts, weight = unpack_int32(event.segment_count), unpack_float32(event.segment_weight).astype(np.float64)
         lag = event.target - unpack_int32(event.segment_version)
@@ -84,7 +88,7 @@ def freshness(facts: Iterable[Fact[Any]], stale_groups: int) -> Freshness:
             float(drift[known].max()) if with_drift else None, float(counts @ weight / tokens), zero / tokens,
         ))  # fmt: skip
     return Freshness(tuple(batches), quantiles(np.concatenate(drifts)) if drifts else None,
-                     quantiles(np.concatenate(weights)) if weights else None, masked, stale_groups)  # fmt: skip
+                     quantiles(np.concatenate(weights)) if weights else None, masked, stale)  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------- numerical alignment
@@ -242,15 +246,23 @@ class Transport:
     sizes: dict[int, int]  # bytes by version
     kinds: dict[str, int]  # publications by kind
     changed: Quantiles | None  # share of elements that a delta changes
+    requests: str  # what the run's settings do to active requests when weights change
+    caches: str  # and to their keys and values
+    crossed: float | None  # share of the closed groups' episodes that several versions sampled
+    cut_short: int  # attempts that a change of weights ended
 
 
-def transport(facts: Sequence[Fact[Any]]) -> Transport:
+def transport(facts: Sequence[Fact[Any]], weights: WeightSettings) -> Transport:
     deliveries, sizes, kinds, changed = [], Counter[int](), Counter[str](), []
     committed = {f.event.version: f.event.committed_ms for f in facts if isinstance(f.event, Version)}
-    late = []
+    late, sampled, cut_short = [], list[bool](), 0
     for fact in facts:
         event = fact.event
-        if isinstance(event, PublicationClock):
+        if isinstance(event, GroupClosed):
+            sampled += [len({run.version for run in slot.versions}) > 1 for slot in event.slots if slot.versions]
+        elif isinstance(event, AttemptEnded):
+            cut_short += event.reason == REASON_WEIGHTS
+        elif isinstance(event, PublicationClock):
             deliveries.append(_delivery(event))
         elif isinstance(event, Publication):
             sizes[event.version] += event.size
@@ -264,7 +276,8 @@ def transport(facts: Sequence[Fact[Any]]) -> Transport:
         tuple(deliveries), {name: value for name, value in found.items() if value},
         quantiles([one.latency_s for one in deliveries if one.latency_s is not None]),
         quantiles([one.pause_s for one in deliveries if one.pause_s is not None]),
-        quantiles(late), dict(sizes), dict(kinds), quantiles(changed),
+        quantiles(late), dict(sizes), dict(kinds), quantiles(changed), weights.requests, weights.caches,
+        sum(sampled) / len(sampled) if sampled else None, cut_short,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from headrace.schemas.outcomes import Account
 
+from ..ledger import Ledger
 from ..waits import shares
 from . import Report
 from .words import number, seconds, share, size, spread
@@ -42,10 +43,9 @@ class Section:
 
 
 def sections(report: Report) -> tuple[Section, ...]:
-    """In the order of the page: the six questions, then where tokens and hours went."""
-    return tuple(
-        make(report) for make in (_readiness, _freshness, _alignment, _reliability, _publication, _evaluation, _spent)
-    )
+    """In the order of the page: the six questions, then, where the ledger was audited, where tokens and hours went."""
+    made = [make(report) for make in (_readiness, _freshness, _alignment, _reliability, _publication, _evaluation)]
+    return (*made, *(() if report.ledger is None else (_spent(report, report.ledger),)))
 
 
 def headline(report: Report) -> tuple[str, str]:
@@ -66,8 +66,9 @@ def _readiness(report: Report) -> Section:
         Row("time to trainable batch", seconds(found.time_to_trainable_batch_s), "first request to first manifest"),
         Row("batch interval", spread(found.batch_interval_s), "manifest to manifest, while there was room for one"),
         Row("batch span", spread(found.batch_span_s), "lease of a batch's oldest group to its manifest"),
-        Row("trainer wait", spread(found.trainer_wait_s), "commit of a version to the manifest that follows it"),
-        Row("trainer wait, share", share(found.trainer_wait_share), "of the time since the first manifest"),
+        Row("trainer wait", spread(found.trainer_wait_s), "no batch was there for the trainer; without the first one"),
+        Row("trainer wait, share", share(found.trainer_wait_share), "of the trainer's time since its first batch"),
+        Row("trainer's first wait", seconds(waits.first_wait_s), "for the first batch: part of the time to it"),
         Row(
             "tokens per second",
             number(found.tokens_per_s),
@@ -143,7 +144,7 @@ def _freshness(report: Report) -> Section:
         if fresh.rule_active
         else "the staleness rule is inactive (all weights within 2 % of 1)"
     )
-    bias = report.ledger.bias
+    bias = report.ledger.bias if report.ledger is not None else None
     if bias is not None and bias.significant:
         return Section(
             "freshness", question, f"Lag is {lag.mean:.2f} versions on average, but {bias}.", False, tuple(rows)
@@ -169,10 +170,11 @@ def _freshness(report: Report) -> Section:
 def lengths(report: Report) -> dict[int, tuple[int, float, float, float]]:
     """By upper bound: (episodes, shares of tokens that were trained, masked, dropped). Open ones count in none."""
     out: dict[int, tuple[int, float, float, float]] = {}
-    for upto in sorted({row.upto for row in report.ledger.lengths if row.upto}):
+    found = report.ledger.lengths if report.ledger is not None else ()
+    for upto in sorted({row.upto for row in found if row.upto}):
         rows = [
             r
-            for r in report.ledger.lengths
+            for r in found
             if r.upto == upto and r.account in (Account.TRAINED, Account.MASKED, Account.EXCLUDED)
         ]
         total = sum(r.tokens for r in rows)
@@ -298,6 +300,10 @@ def _publication(report: Report) -> Section:
             f"{size(sum(sizes) / len(sizes))} mean, {size(sum(sizes))} in all" if sizes else "-",
             "without version 0",
         ),
+        Row("active requests", f"{found.requests}; {found.cut_short} attempts ended by it",
+            "what a change of weights does to them (weights.requests)"),
+        Row("their caches", found.caches, "keys and values of active requests (weights.caches)"),
+        Row("across a change", share(found.crossed), "episodes of closed groups that several versions sampled"),
         Row("changed", share(found.changed.mean) if found.changed else "-", "elements that a delta changes, of all"),
     ]
     if found.latency_s is None:
@@ -348,8 +354,8 @@ def _evaluation(report: Report) -> Section:
     )
 
 
-def _spent(report: Report) -> Section:
-    ledger, waits = report.ledger, report.figures.waits
+def _spent(report: Report, ledger: Ledger) -> Section:
+    waits = report.figures.waits
     total = ledger.tokens.total()
     rows = [
         Row(
@@ -384,7 +390,7 @@ def _spent(report: Report) -> Section:
 
 _TIMES = {
     "engines": "of all engines, by their heartbeats",
-    "trainer": "as it measures itself",
+    "trainer": "as it measures itself, or from the log; without its wait for the first batch",
     "episodes": "of all ended attempts, one beside the other",
 }
 _ACCOUNTS: dict[str, str] = {

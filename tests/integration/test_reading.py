@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import fcntl
 import json
+import os
+import pty
+import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,7 +23,7 @@ import pytest
 from headrace.consumers import audit, list_runs, open_run
 from headrace.consumers.figures import measure
 from headrace.consumers.tables import SMALL
-from headrace.schemas.events import FleetTick, Lease, Span
+from headrace.schemas.events import FleetTick, Heartbeat, Lease, Span
 from headrace.schemas.topics import FLEET, TRAJECTORIES, RunTopics
 from tests.command import Command
 from tests.memory_log import MemoryLog
@@ -143,6 +151,32 @@ def test_status_says_where_the_run_stands_and_what_holds_it_up(scripted: Scripte
     assert found["waits"]["stragglers"] and found["waits"]["advice"]
     shown = headrace("status", NAME)[1]
     assert "held up by" in shown and "\nbottleneck " in shown and "1 UndecodableRecord of trajectories" in shown
+
+
+def test_status_follows_in_a_terminal_until_ctrl_c(scripted: ScriptedRun) -> None:
+    """A terminal of its own; the run is kept alive by heartbeats."""
+    parent, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
+    argv = [sys.executable, "-m", "headrace", "status", NAME, "--follow", "--bootstrap",
+            str(scripted.kafka["bootstrap.servers"])]  # fmt: skip
+    environment = {**os.environ, "TERM": "xterm"}
+    process = subprocess.Popen(argv, stdin=child, stdout=child, stderr=child, env=environment)
+    os.close(child)
+    said, frames = b"", 0
+    os.set_blocking(parent, False)
+    end = time.monotonic() + 120
+    while frames < 2:
+        assert time.monotonic() < end and process.poll() is None, said.decode()
+        scripted.send(FLEET, "w", Heartbeat("w", "alive", 0, 8, 8, True, "{}", {}))
+        scripted.flush()
+        with contextlib.suppress(BlockingIOError):
+            said += os.read(parent, 1 << 16)
+        frames = said.count(f"run         {NAME}".encode())
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    os.close(parent)
+    assert b"Is the next batch ready in time?" in said and b"Traceback" not in said
 
 
 @pytest.mark.parametrize("kind", ["episodes", "groups", "batches", "versions", "replicas", "tasks"])

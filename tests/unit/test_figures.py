@@ -14,8 +14,9 @@ from headrace.schemas.events import GroupClosed, Lease, Manifest, Version
 from tests.synthetic_log import EPISODE_TOKENS, synthetic_run
 
 
-def _facts(lag: int = 0) -> list[Fact[Any]]:
-    """Of the synthetic run, re-timed: leases at 1 s, manifests at 3, 4 and 9 s, commits at 0, 5 and 8 s."""
+def _facts(lag: int = 0, second_ms: int = 4000, **metrics: float) -> list[Fact[Any]]:
+    """Of the synthetic run, re-timed: leases at 1 s, manifests at 3, 4 (`second_ms`) and 9 s, commits at 0, 5 and 8 s.
+    `metrics`: what version 2 says of itself."""
     out = []
     for (topic, partition), records in synthetic_run().log.logs.items():
         for record in records if topic in ("tasks", "groups", "batches", "policy") else []:
@@ -23,11 +24,11 @@ def _facts(lag: int = 0) -> list[Fact[Any]]:
             if isinstance(event, Lease):
                 at = 1000
             elif isinstance(event, Manifest):
-                at = {1: 3000, 2: 4000, 3: 9000}[event.batch]
+                at = {1: 3000, 2: second_ms, 3: 9000}[event.batch]
                 event = replace(event, decided_ms=at, target=event.target + lag)
             elif isinstance(event, Version):
                 at = {0: 0, 1: 5000, 2: 8000}[event.version]
-                event = replace(event, committed_ms=at)
+                event = replace(event, committed_ms=at, metrics=metrics if event.version == 2 else {})
             elif isinstance(event, GroupClosed):
                 at = 2000 if event.group in ("g0", "g1") else 7000
             out.append(Fact(topic, partition, record.offset, at, b"", event))
@@ -40,10 +41,22 @@ def test_times_follow_from_leases_manifests_and_commits() -> None:
     # Batch 2 had room at once: 1 s. Batch 3 had none until version 1 was committed at 5 s: 4 s, not 5.
     assert found.batch_interval_s == quantiles([1.0, 4.0])
     assert found.batch_span_s == quantiles([2.0, 3.0, 8.0])
-    # Batch 2 was there before version 1 was committed; batch 3 came 1 s after version 2.
-    assert found.trainer_wait_s == quantiles([0.0, 1.0])
-    assert found.trainer_wait_share == pytest.approx(1.0 / 6.0)
+    # Batch 2 was there before version 1 was committed; batch 3 isn't trained yet.
+    assert found.trainer_wait_s == quantiles([0.0]) and found.trainer_wait_share == 0.0
     assert (found.version, found.published, found.batches) == (2, 2, 3)
+
+
+def test_the_wait_for_the_first_batch_stands_apart_and_later_ones_are_a_share_of_the_rest() -> None:
+    found = figures(_facts(second_ms=6500))  # 1.5 s after version 1, of 8 - 3 s since the first manifest
+    assert found.waits.first_wait_s == 3.0  # from version 0
+    assert found.trainer_wait_s == quantiles([1.5]) and found.trainer_wait_share == pytest.approx(1.5 / 5.0)
+    assert found.waits.trainer == {"waiting": found.trainer_wait_share, "compute": pytest.approx(3.5 / 5.0)}
+
+
+def test_a_trainer_that_measures_its_wait_is_taken_at_its_word() -> None:
+    found = figures(_facts(waiting_s=4.0, compute_s=4.0))
+    assert found.trainer_wait_s == quantiles([4.0])
+    assert found.trainer_wait_share == pytest.approx(4.0 / (4.0 + 4.0 + 2.0))  # version 1 computed for 2 s
 
 
 def test_lag_is_weighed_by_tokens_of_committed_batches() -> None:

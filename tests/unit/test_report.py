@@ -124,8 +124,9 @@ def test_the_four_times_follow_from_the_records(log: MemoryLog, report: Report) 
     spans = [(m.decided_ms - min(leased[ref.group] for ref in m.groups)) / 1000 for m in manifests.values()]
     assert found.batch_span_s is not None and found.batch_span_s.max == max(spans)
     assert found.batch_span_s.mean == pytest.approx(sum(spans) / len(spans))
-    waits = [max(0, manifests[n].decided_ms - committed[n - 1]) / 1000 for n in manifests if n > 1]
-    assert found.trainer_wait_s is not None and found.trainer_wait_s.mean == pytest.approx(sum(waits) / len(waits))
+    told = [v.metrics["waiting_s"] for v in events(log, "policy", Version) if v.version > 1]
+    assert found.trainer_wait_s is not None and found.trainer_wait_s.mean == pytest.approx(sum(told) / len(told))
+    assert found.trainer_wait_share == pytest.approx(1.0 / (2.0 + 2.0 + 1.0))  # two versions of 2 s, the second's wait
     # max_ahead = 1: batch 2 had room at once, batch 3 when version 1 was committed.
     intervals = [manifests[2].decided_ms - manifests[1].decided_ms,
                  manifests[3].decided_ms - max(manifests[2].decided_ms, committed[1])]  # fmt: skip
@@ -184,6 +185,10 @@ def test_publication_is_timed_leg_by_leg(log: MemoryLog, report: Report) -> None
     for one in events(log, "policy", Publication):
         sizes[one.version] += one.size
     assert found.sizes == sizes
+    slots = [slot for one in events(log, "groups", GroupClosed) for slot in one.slots if slot.versions]
+    crossed = sum(len({run.version for run in slot.versions}) > 1 for slot in slots)
+    assert found.crossed == crossed / len(slots) and found.cut_short == 0
+    assert (found.requests, found.caches) == (SETTINGS.weights.requests, SETTINGS.weights.caches)
 
 
 def test_an_evaluation_says_rise_and_error(report: Report) -> None:

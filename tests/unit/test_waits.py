@@ -155,8 +155,20 @@ def test_trainer_time_is_what_its_versions_say_and_counts_as_gpu_time_on_one() -
     story.published(9, 1, device="cuda", waiting_s=6.0, compute_s=2.0, fetching_s=1.0)
     story.published(19, 2, device="cuda", waiting_s=6.0, compute_s=2.0, committing_s=0.5, publishing_s=0.5)
     found = story.waits()
-    assert found.trainer_s == {"compute": 4.0, "waiting": 12.0, "fetching": 1.0, "committing": 0.5, "publishing": 0.5}
+    assert (found.first_wait_s, found.trainer_waits_s) == (6.0, (6.0,))
+    assert found.trainer_s == {"compute": 4.0, "waiting": 6.0, "fetching": 1.0, "committing": 0.5, "publishing": 0.5}
     assert found.gpu_hours == pytest.approx(18.0 / 3600)
+
+
+def test_status_and_report_say_the_same_of_a_run_with_one_version() -> None:
+    """Its trainer waited 45 s for its first batch and never again: no share, and no bottleneck."""
+    story = Story(groups=1, max_lag=0)
+    story.published(0, 0)
+    story.beat(100, busy_s=100.0)
+    story.published(100, 1, waiting_s=45.0, compute_s=55.0)
+    found = story.waits()
+    assert found.trainer == {"compute": 1.0} and (found.first_wait_s, found.trainer_waits_s) == (45.0, ())
+    assert found.bottleneck is None
 
 
 @pytest.mark.parametrize(("engine", "trainer", "max_lag", "bottleneck", "said"), [
