@@ -125,7 +125,7 @@ class TrainState:
         if not parts:
             raise InvalidRecord("the batch holds no token that a model sampled: there is nothing to train")
         several = settings.optimizer_steps > 1  # a later one may be refused
-        kept = {name: part.clone() for name, part in self._parts().items()} if several else None
+        kept = {name: tensor.clone() for name, tensor in self._parts().items()} if several else None
         steps = self.optimizer_steps
         passes, norms, reuses = [], [], []
         try:
@@ -142,8 +142,8 @@ class TrainState:
                         self._round()
         except Exception:
             if kept is not None:
-                for name, part in self._parts().items():
-                    part.copy_(kept[name])
+                for name, tensor in self._parts().items():
+                    tensor.copy_(kept[name])
                 self._at_step(steps)
             raise
         finally:
@@ -218,7 +218,7 @@ class TrainState:
             with self._timed("forward"):
                 logprobs = self._logprobs(micro)
             if idle:  # the others are at their last row, and every layer is gathered from all
-                (logprobs.sum() * 0).backward()
+                (logprobs.sum() * 0).backward()  # type: ignore[no-untyped-call]
                 continue
             current = logprobs.detach().double()
             if begun.scored is None or (settings.bypass and settings.optimizer_steps > 1):
