@@ -1,5 +1,6 @@
 """The report against another way of computing the same: lag and mismatch of trained tokens from the raw records, where
-its figures come from manifests and from what the trainer says of itself."""
+its figures come from manifests and from what the trainer says of itself; and waits against the delays that were
+scripted."""
 
 from __future__ import annotations
 
@@ -14,10 +15,15 @@ import pytest
 from headrace.consumers import open_run
 from headrace.consumers.report import gather
 from headrace.models import tiny_model
+from headrace.producers.episodes import Attempt, EpisodeWriter
+from headrace.producers.jobs import Job, budget_of
+from headrace.producers.scheduler import Pace
 from headrace.schemas.columns import unpack_float32, unpack_ids
-from headrace.schemas.events import Manifest
+from headrace.schemas.events import AttemptEnded, Manifest
 from headrace.schemas.payload import from_chunks
-from headrace.schemas.topics import BATCHES, SAMPLES
+from headrace.schemas.topics import BATCHES, GROUPS, SAMPLES, RunTopics
+from tests.scripted import lease
+from tests.scripted_run import ScriptedRun, scripted_settings
 from tests.synthetic_run import SyntheticRun, run_settings
 
 torch = pytest.importorskip("torch")
@@ -65,6 +71,45 @@ def test_lag_and_mismatch_are_what_a_plain_forward_over_the_raw_records_says(
     first = report.alignment.versions[0]
     assert (first.version, first.tokens) == (1, len(off))
     assert first.mean == pytest.approx(np.mean(off), abs=2e-3) and first.max == pytest.approx(max(off), abs=2e-2)
+
+
+def scripted(group: str, slot: int) -> dict[str, float]:
+    """Seconds of a fake environment, engine and queue, by step; no two attempts have the same."""
+    number = int(group[1:])
+    return {"queue": 0.25 * slot, "prefill": 0.125, "decode": 1.0 + number, "scorer": 8.0 if slot else 0.5 * number}
+
+
+def measured(group: str, slot: int) -> dict[str, float]:
+    """What the worker's own time-keeping makes of these delays, on a clock that jumps by exactly them."""
+    delay = scripted(group, slot)
+    one = lease(group)
+    writer = EpisodeWriter(Attempt(group, slot, 0, "w0"), lambda key, event: None, 256)
+    job = Job(one, writer.attempt, writer, budget_of(one), received=1000.0, tokens=[1, 2, 3, 4])
+    job.submitted = job.received + delay["queue"]
+    job.first_token = job.submitted + delay["prefill"]
+    job.decoded(job.first_token + delay["decode"], "stop", Pace())
+    return job.scored(job.finished + delay["scorer"])
+
+
+def test_scripted_delays_come_back_as_exactly_those_waits(kafka: Mapping[str, Any], run_name: str) -> None:
+    written = ScriptedRun(kafka, RunTopics(run_name), scripted_settings(), timings=measured,
+                          judge=lambda group, slot, attempt: float(slot == 0))  # fmt: skip
+    written.until(3)
+    written.close()
+    run = open_run(run_name, kafka)
+    ended = [event for _, event in run.events(GROUPS, kinds=AttemptEnded)]
+    waits = gather(run.snapshot(), run.settings, 0).figures.waits
+    for step in ("queue", "prefill", "decode", "scorer"):
+        assert waits.steps_s.get(step, 0.0) == sum(scripted(one.group, one.slot)[step] for one in ended)
+    assert len(waits.stragglers) >= 3
+    for one in waits.stragglers:
+        delays = scripted(one.group, one.slot)
+        longest = max(delays, key=delays.__getitem__)
+        assert (one.state, one.state_s) == (longest, delays[longest])
+    table = run.table("waits").to_pandas()
+    for row in table[table["step"] != "model"].itertuples():
+        assert row.wait_ms == 1000 * scripted(row.group, row.slot)[row.step]
+    assert len(table[table["step"] == "scorer"]) == len(ended)
 
 
 def from_records(run: Any) -> list[Any]:
