@@ -32,6 +32,7 @@ from headrace.streams.log.transactions import Transactor
 from .background import Background
 from .checkpoint import Checkpoints, train_hash
 from .combinations import idle
+from .drift import beside_estimated
 from .fetch import Batch
 from .inbox import Inbox
 from .publish import Policy, Publisher, read_policy
@@ -80,7 +81,9 @@ class Trainer:
         self._background = Background(self._publisher)
         self._checkpoints = Checkpoints(state_dir / "checkpoints", settings.checkpoint.keep)
         model = settings.model
-        self._state = TrainState(model.path, dtype=model.dtype, compute_dtype=model.compute_dtype, device=device)
+        self._state = TrainState(model.path, dtype=model.dtype, compute_dtype=model.compute_dtype, device=device,
+                                 head_dtype=model.head_dtype,
+                                 quantisation=model.quantisation if model.train_quantised else "none")  # fmt: skip
         self._saved = -1
         self._seconds: dict[str, float] = {}
         self._inbox = Inbox(kafka, topics, opened, head)
@@ -197,6 +200,8 @@ class Trainer:
             except (NonFiniteLogprob, NonFiniteGradient) as error:
                 log.error("batch %d was refused: %s", batch.manifest.batch, error)
                 raise
+        if report.alignment is not None and not report.alignment.good:
+            log.warning("batch %d: %s", batch.manifest.batch, report.alignment)
         with self._timed("publishing"):
             self._background.settled()
             changes, served_hash = self._publisher.compare(self._served())
@@ -229,7 +234,9 @@ class Trainer:
                 **link, version=report.version, parent=manifest.target, batch=manifest.batch, batch_offset=batch.offset,
                 batch_digest=batch.digest, hash_algorithm=delta.HASH_ALGORITHM, served_hash=served_hash,
                 train_hash=own_hash, rho=report.rho, rho_tokens=report.probe_tokens, groups=counts, metrics=metrics,
-                fingerprint=fingerprint, committed_ms=_now_ms(), reused=reused,
+                fingerprint=fingerprint, committed_ms=_now_ms(), reused=reused, rho_noise=report.rho_noise,
+                realised=beside_estimated(report.lags, manifest),
+                alignment=None if report.alignment is None else report.alignment.record(),
             )  # fmt: skip
             return made
 
