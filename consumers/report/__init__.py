@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import EVALS
 
+from ..calibration import Calibration, calibration
 from ..facts import Failures, read_facts
 from ..figures import Figures, figures
 from ..ledger import Ledger, audit
@@ -44,6 +45,7 @@ class Report:
     state: State
     figures: Figures
     freshness: Freshness
+    calibration: Calibration
     alignment: Alignment
     reliability: Reliability
     transport: Transport
@@ -69,6 +71,6 @@ def gather(source: LogSource, settings: RunSettings, now_ms: int) -> Report:
     return Report(
         run=source.run, model=settings.model.path, made_ms=now_ms,
         state=state(facts, settings, now_ms, dead_letters(source).count), figures=figures(facts),
-        freshness=freshness(facts, stale), alignment=alignment(facts), reliability=reliability(facts),
+        freshness=freshness(facts, stale), calibration=calibration(facts, settings.staleness.floor), alignment=alignment(facts), reliability=reliability(facts),
         transport=transport(facts), evaluation=evaluation(scores), ledger=ledger,
     )  # fmt: skip
