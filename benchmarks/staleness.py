@@ -7,8 +7,9 @@ learning rate rises for a tenth of the time and then falls to a tenth (half a co
 
 *Forecast.* Durations are spread log-uniformly, so that lags are. A cell is what one version sampled of one batch; its
 forecast was made before, from other episodes; both are over the floor, which is what lag 0 shows. Rank correlations are
-over cells of all seeds, of lag 1 and more; within a lag, lag itself says nothing (its correlation counts as 0). Then, of
-the same cells: what drift is left in the tokens that are kept, where the same share is masked by forecast, or by lag.
+over cells of all seeds, of lag 1 and more; within a lag, lag itself says nothing (its correlation counts as 0). Then,
+of the same cells: what drift is left in the tokens that are kept, where the same share is masked by forecast, or by
+lag.
 
 *Reward.* At equal wall-clock, for fixed lags and for the limit on drift that the calibration above suggests. Reward is
 that of the last version on episodes of its own. Throughput is of tokens with weight. A cut-off by lag masks as much as
@@ -146,7 +147,7 @@ def rewards(model: Path, seeds: int, until: float, limit: float, lags: Sequence[
         for lag, name in drift.items():
             arms[name].append(once(lag, seed, rule="limit", drift_limit=limit, ramp_from=0.0))
         rules = settings(GROUPS, SIBLINGS, most)
-        hard = cutoff(arms[drift[most]][-1])  # may be below max_lag, which settings refuse: that alone would be wasteful
+        hard = cutoff(arms[drift[most]][-1])  # may be below max_lag, which settings refuse: that alone would be waste
         by_lag = rules.staleness.model_copy(update={"hard_lag": hard})
         arms[cut].append(World(load, rules.model_copy(update={"staleness": by_lag}), seed).run(until))
     for name, runs in arms.items():
@@ -156,7 +157,7 @@ def rewards(model: Path, seeds: int, until: float, limit: float, lags: Sequence[
     for name, runs in arms.items():
         result.row("tokens with weight, a unit of time", name, float(np.mean([one.trained for one in runs])))
     for name, runs in arms.items():
-        result.row("tokens that were too stale to train", name, 100 * float(np.mean([one.masked for one in runs])), "%")
+        result.row("tokens too stale to train", name, 100 * float(np.mean([one.masked for one in runs])), "%")
     first = [one.reward for one in arms["lag 0"]]
     bar = float(np.mean(first)) - error(first)
     good = [f"lag {lag}" for lag in lags if mean_of(arms[f"lag {lag}"]) >= bar]

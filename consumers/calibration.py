@@ -1,5 +1,5 @@
-"""Whether the forecast of drift can be trusted: what was forecast of each batch's tokens beside what was then realised on
-them, by lag, and the limit on forecasts that follows.
+"""Whether the forecast of drift can be trusted: what was forecast of each batch's tokens beside what was then realised
+on them, by lag, and the limit on forecasts that follows.
 
 A cell is what one version sampled of one batch: its forecast was made before, from other episodes. Both are taken over
 the floor, which is what the tokens of lag 0 show. Rank correlations are over cells of lag 1 and more; a lag has one of
@@ -19,8 +19,8 @@ from headrace.schemas.events import Version
 
 from .facts import Fact
 
-# What the limit on forecasts is to keep the realised drift below, over the floor: an RMS log-ratio of 0.2, at which PPO's
-# clip begins to act.
+# What the limit on forecasts is to keep the realised drift below, over the floor: an RMS log-ratio of 0.2, at which
+# PPO's clip begins to act.
 WANTED = 0.04
 FEW = 20  # cells; with fewer no limit is suggested
 

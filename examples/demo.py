@@ -99,7 +99,7 @@ def score(config: Config, kafka: Mapping[str, Any], run: Run, version: int, what
     began = time.monotonic()
     settings = config.settings
     engine = HfEngine(settings.model.path, slots=64, max_tokens=settings.model.max_length, dtype=settings.model.dtype,
-                      compute_dtype=settings.model.compute_dtype)  # fmt: skip
+                      compute_dtype=settings.model.compute_dtype, lora=settings.model.lora)  # fmt: skip
     served_hash = b""
     if version > 0:
         state = served_state(kafka, config.topics, engine.served_arrays(), version)

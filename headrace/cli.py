@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -125,7 +126,7 @@ def start(
     from headrace.producers.lifeline import die_with_parent
     from headrace.streams.log.policy import check_announced, open_settings
 
-    from .roles import ROLES, run_role
+    from .roles import ROLES, follow_trainer, run_role
 
     if parent is not None:
         die_with_parent(parent)
@@ -138,6 +139,8 @@ def start(
         site = site.model_copy(update={"gateway": site.gateway.model_copy(update={"port": port})})
     if share is not None:
         site = site.model_copy(update={"assembler_share": share})
+    if role == "trainer" and int(os.environ.get("RANK", "0")):  # of a torchrun job
+        raise typer.Exit(follow_trainer(site))
     kafka = kafka_config(site)
     topics = RunTopics(run, site.prefix)
     settings = open_settings(kafka, topics).settings

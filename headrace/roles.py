@@ -7,12 +7,13 @@ only repeat, and that a person must see.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from headrace.schemas.errors import (
     BlobDamaged,
@@ -82,8 +83,38 @@ def _trainer(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings,
              stop: threading.Event, name: str | None) -> None:  # fmt: skip
     from headrace.trainer.loop import run_trainer
 
+    if site.trainer_processes > 1 and "RANK" not in os.environ:
+        _under_torchrun(site.trainer_processes)
     run_trainer(kafka, topics, settings, stop, state_dir=state_dir(site, topics.run), stop_at=site.stop_at,
                 threads=site.trainer_threads, device=site.trainer_device)  # fmt: skip
+
+
+def _under_torchrun(processes: int) -> NoReturn:
+    """This command again, as torchrun's, in this process: each rank runs it and ends with it."""
+    given = sys.argv[1:]
+    if "--parent" in given:
+        at = given.index("--parent")
+        given[at + 1] = str(os.getpid())
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                              str(processes), "-m", "headrace", *given])  # fmt: skip
+
+
+def follow_trainer(site: SiteSettings) -> int:
+    """What a rank of a torchrun job that isn't 0 runs: it needs no Kafka. Returns the exit code."""
+    from headrace.trainer.loop import run_follower
+
+    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr)
+    for signum in (signal.SIGTERM, signal.SIGINT):  # rank 0 ends a step before it says so
+        signal.signal(signum, signal.SIG_IGN)
+    try:
+        run_follower(site.trainer_threads, site.trainer_device)
+        return 0
+    except HeadraceError as error:
+        print(f"headrace trainer: {error}", file=sys.stderr, flush=True)
+        return 1
+    except RuntimeError as error:  # of the connection
+        print(f"headrace trainer: rank 0 is gone ({error})", file=sys.stderr, flush=True)
+        return 1
 
 
 def _gateway(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings,

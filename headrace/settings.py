@@ -72,6 +72,9 @@ class SiteSettings(Section):
     worker_threads: Positive | None = Field(None, description="CPU threads of a worker (none: torch's choice)")
     trainer_threads: Positive | None = Field(None, description="CPU threads of the trainer; another count gives other "
                                                                "bits (none: torch's choice)")  # fmt: skip
+    trainer_processes: Positive = Field(1, description="of a trainer started here, one for each GPU; more than one "
+                                                       "run under torchrun and share every tensor (FSDP2); another "
+                                                       "count gives other bits")  # fmt: skip
     gateway: GatewaySite = GatewaySite()
     stop_at: Positive | None = Field(None, description="the version at which to stop; a greater one goes on later")
     max_deaths: Positive = Field(5, description="a process that dies so often without a minute's life ends the run")

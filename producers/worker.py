@@ -410,7 +410,7 @@ def run_worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSetting
     name, incarnation = name or _default_name(), uuid.uuid4().hex
     engine = open_engine(model, choice)
     receiver = Receiver(kafka, topics, worker=name, incarnation=incarnation,
-                        initial=lambda: ModelFolder(model.path, model.dtype).bits)  # fmt: skip
+                        initial=lambda: ModelFolder(model.path, model.dtype, model.lora).bits)  # fmt: skip
     try:
         if not receiver.load(engine, stop):
             return

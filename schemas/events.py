@@ -569,7 +569,8 @@ class RealisedDrift:
 @dataclass(frozen=True, slots=True)
 class Alignment:
     """What an engine's log-probabilities mean, by the trainer's own ones for tokens that the target itself sampled, so
-    that no drift is in them. `kind`: `aligned`, `noise`, `meaning` (explained by `what`) or `biased`. Nats (squared)."""
+    that no drift is in them. `kind`: `aligned`, `noise`, `meaning` (explained by `what`) or `biased`. Nats
+    (squared)."""
 
     kind: str
     what: str

@@ -1,5 +1,5 @@
-"""What of a model's forward engine and trainer must do alike beside its weights: the precision of the head, and the grid
-of weights that are computed with in fewer bits.
+"""What of a model's forward engine and trainer must do alike beside its weights: the precision of the head, and the
+grid of weights that are computed with in fewer bits.
 
 Both change what a token's log-probability is, so both are run settings, and both sides take them from here. torch is
 imported where it is used: the core stays without it.
@@ -16,8 +16,8 @@ INT8_MOST, FP8_MOST = 127.0, 448.0  # largest magnitude of a symmetric int8, and
 
 
 def widen_head(model: Any) -> None:
-    """Have a causal language model compute its logits in float32, in place: the last hidden state and the head's weights
-    are widened before their product. A model that computes in float32 or more stays as it is.
+    """Have a causal language model compute its logits in float32, in place: the last hidden state and the head's
+    weights are widened before their product. A model that computes in float32 or more stays as it is.
 
     In bfloat16 a logit of 20 is rounded to steps of 0.125, which no softmax afterwards brings back (MiniMax-M1,
     arXiv:2506.13585, section 3.2, found engine and trainer apart for that reason).

@@ -38,6 +38,16 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class LoraSettings(Section):
+    """An adapter is trained and published instead of the model's own weights."""
+
+    rank: Positive = Field(16, description="of each layer's update")
+    alpha: PositiveFloat = Field(32.0, description="updates are scaled by alpha / rank")
+    targets: tuple[str, ...] = Field((), description="names of the layers that get one (q_proj, ...); none: all linear "
+                                                     "layers but the head")  # fmt: skip
+    seed: Annotated[int, Field(ge=0)] = Field(0, description="draws what version 0 begins with")
+
+
 class ModelSettings(Section):
     path: str = Field(description="folder of a Hugging Face causal language model: version 0")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
@@ -56,11 +66,14 @@ class ModelSettings(Section):
     train_quantised: bool = Field(False, description="the trainer's forward computes on that grid too; gradients pass "
                                                      "straight through to the masters")  # fmt: skip
     max_length: Positive = Field(2048, description="prompt and completion together, tokens")
+    lora: LoraSettings | None = Field(None, description="train a LoRA adapter (engine `hf`); none: all weights")
 
     @model_validator(mode="after")
     def _there_is_a_grid(self) -> ModelSettings:
         if self.train_quantised and self.quantisation == "none":
             raise ValueError("train_quantised needs `quantisation`: which grid the engine computes on")
+        if self.lora is not None and self.quantisation != "none":
+            raise ValueError("`quantisation` is for runs that train all weights: set lora or quantisation, not both")
         return self
 
 
@@ -140,8 +153,8 @@ class StalenessSettings(Section):
     drift_limit: PositiveFloat = Field(0.04, description="nats squared over the floor; beyond it a token gets weight 0")
     floor: Annotated[float, Field(ge=0)] = Field(0.0, description="drift between equal weights: engine against trainer")
     ramp_from: Annotated[float, Field(ge=0)] = Field(0.01, description="full weight up to here over the floor")
-    rule: Literal["ramp", "limit"] = Field("ramp", description="how weights fall: linearly from `ramp_from`, or at once "
-                                                               "at `drift_limit`")  # fmt: skip
+    rule: Literal["ramp", "limit"] = Field("ramp", description="how weights fall: linearly from `ramp_from`, or all at "
+                                                               "`drift_limit`")  # fmt: skip
     on_stale: Literal["mask", "wait", "drop"] = Field(
         "mask", description="beyond a limit: `mask` tokens; `wait` with the next batch for open groups that it would "
         "push beyond; `drop` the episode, baseline too"
@@ -271,6 +284,9 @@ class OptimizerSettings(Section):
     epochs: Positive = Field(1, description="times that a batch is gone through within its version")
     micro_batch_tokens: Positive = Field(2048, description="tokens of one forward; changes memory and speed only")
     probe_tokens: Annotated[int, Field(ge=0)] = Field(256, description="tokens on which a step's drift is measured")
+    recompute_activations: bool = Field(False, description="keep each layer's input alone and compute the rest again "
+                                                           "in the backward pass: the same bits, less memory, more "
+                                                           "time")  # fmt: skip
 
 
 class WeightSettings(Section):

@@ -1,13 +1,15 @@
 """How much a token may weigh that an older policy sampled: decided per segment, from lag and estimated drift.
 
-Drift is the divergence of the sampling policy from the batch's target, in nats squared. What was measured of a version's
-tokens in an earlier batch is known; from there on the versions' published RMS changes `rho` are added (what was not
-published yet counts as the latest one, and is counted as extrapolated), over a floor that equal weights show between
-engine and trainer. Lag alone decides while nothing is published. `rule` says how the weight falls with the forecast.
+Drift is the divergence of the sampling policy from the batch's target, in nats squared. What was measured of a
+version's tokens in an earlier batch is known; from there on the versions' published RMS changes `rho` are added (what
+was not published yet counts as the latest one, and is counted as extrapolated), over a floor that equal weights show
+between engine and trainer. Lag alone decides while nothing is published. `rule` says how the weight falls with the
+forecast.
 
-What lies beyond a limit, `on_stale` decides. `mask`: its tokens train nothing, the episode stays in the baseline. `drop`:
-the whole episode leaves, baseline and denominators too. `wait`: as `mask`, and the next manifest waits for open groups
-that its version would push beyond the limit, at most until they close. Pure functions, and a fold over `Version`s.
+What lies beyond a limit, `on_stale` decides. `mask`: its tokens train nothing, the episode stays in the baseline.
+`drop`: the whole episode leaves, baseline and denominators too. `wait`: as `mask`, and the next manifest waits for open
+groups that its version would push beyond the limit, at most until they close. Pure functions, and a fold over
+`Version`s.
 """
 
 from __future__ import annotations
@@ -74,8 +76,8 @@ class Drifts:
 
 def drift(changes: Mapping[int, float], floor: float, measured: float | None = None) -> float:
     """D = floor + (sqrt(S) + sum of rho)^2, nats squared: by the triangle inequality of the L2 norm, no less than what
-    changes that don't point the same way come to. `changes`: rho of each version on the way, nats. S = max(0, measured -
-    floor): `measured` is the realised second moment where the way begins, none for the sampling version itself."""
+    changes that don't point the same way come to. `changes`: rho of each version on the way, nats. S = max(0, measured
+    - floor): `measured` is the realised second moment where the way begins, none for the sampling version itself."""
     start = math.sqrt(max(0.0, measured - floor)) if measured is not None else 0.0
     return floor + (start + sum(changes.values())) ** 2
 

@@ -1,10 +1,11 @@
 """Decides whether an engine's log-probabilities mean what the trainer takes them for: a wrong meaning, or noise.
 
-Both sides hold the same weights, so whatever they differ by is numerics, or one of them computes something else: another
-temperature, a filtered distribution, another position. Noise is small, or at least explained by nothing; a wrong meaning
-explains the difference away. So the trainer computes what each meaning would have given for the very tokens, and the one
-that leaves least of the difference is named, where it leaves far less than the stated meaning does. What remains after
-correction is told beside it. Pure functions; second moments are of |difference| winsorised at 1, in nats squared.
+Both sides hold the same weights, so whatever they differ by is numerics, or one of them computes something else:
+another temperature, a filtered distribution, another position. Noise is small, or at least explained by nothing; a
+wrong meaning explains the difference away. So the trainer computes what each meaning would have given for the very
+tokens, and the one that leaves least of the difference is named, where it leaves far less than the stated meaning does.
+What remains after correction is told beside it. Pure functions; second moments are of |difference| winsorised at 1, in
+nats squared.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class Verdict:
 def verdict(engine: NDArray[np.float64], meanings: Mapping[str, NDArray[np.float64]], episode: NDArray[np.int64],
             noise: float, weights: NDArray[np.float64] | None = None) -> Verdict:  # fmt: skip
     """engine [k]: what it reported for tokens whose episodes are [k]; `meanings`: what the trainer computes for them
-    under each, `STATED` first and the simplest before the others (nan where it says nothing). `noise`: RMS difference of two equivalent forwards of
-    the trainer, nats. `weights` [k]: the correction's, for what is left after it."""
+    under each, `STATED` first and the simplest before the others (nan where it says nothing). `noise`: RMS difference
+    of two equivalent forwards of the trainer, nats. `weights` [k]: the correction's, for what is left after it."""
     stated = meanings[STATED]
     left = {name: _moment(engine - column) for name, column in meanings.items()}
     mismatch = left[STATED]

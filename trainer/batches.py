@@ -42,8 +42,8 @@ class Episode:
     versions int32 [n]: the policy version that sampled each. weights float32 [n]: staleness weights, 0 masks a token.
     `counted` episodes form the baseline and are trained on; the others (infra failures, surplus reserves) are left out
     of everything. `reward` may be None only where `counted` is False. `branches` are further strands, each with the
-    whole context that it continues as its prompt; a sampled token stands in the tokens of exactly one strand. `dropped`:
-    it isn't counted because it is stale.
+    whole context that it continues as its prompt; a sampled token stands in the tokens of exactly one strand.
+    `dropped`: it isn't counted because it is stale.
     """
 
     slot: int

@@ -106,7 +106,7 @@ class OpenTrainer:
 
     def begin(self) -> None:
         """Version 0 is the model folder of the run's settings. Called by `open_trainer`. Raises ModelError."""
-        state = TrainState(self.settings.model.path, dtype=self.settings.model.dtype)
+        state = TrainState(self.settings.model.path, self.settings.model.dtype, lora=self.settings.model.lora)
         served = delta.as_state(state.served_bits(), self.settings.model.dtype)
         self._shapes = {name: tensor.bits.shape for name, tensor in served.items()}
         if self._versions:

@@ -1,11 +1,11 @@
 """Decides how drift is measured: on which tokens a step's change is probed, what of it is noise, and what a batch's
 tokens say of the policies that sampled them.
 
-A step's change is measured on a rolling probe: tokens of the newest batch, from as many groups as fit. Two forwards that
-mean the same differ by rounding; so much is taken out of the change, which in bfloat16 would otherwise be rounding for
-the most part. The second one has each episode in a row of its own and, where positions are rotary, all positions moved
-by `SHIFT`: the rows alone leave most roundings as they were. Pure functions over numpy columns; log-ratios are those of the
-target's served weights over behaviour, in nats.
+A step's change is measured on a rolling probe: tokens of the newest batch, from as many groups as fit. Two forwards
+that mean the same differ by rounding; so much is taken out of the change, which in bfloat16 would otherwise be rounding
+for the most part. The second one has each episode in a row of its own and, where positions are rotary, all positions
+moved by `SHIFT`: the rows alone leave most roundings as they were. Pure functions over numpy columns; log-ratios are
+those of the target's served weights over behaviour, in nats.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def probe_of(groups: Sequence[Group], budget: int) -> tuple[list[Group], NDArray
 
 def change(before: NDArray[np.float64], after: NDArray[np.float64], again: NDArray[np.float64]) -> tuple[float, float]:
     """(rho, noise), both RMS in nats: log-probabilities [k] of the probe under the weights before, under those after,
-    and under those after by an equivalent forward. rho^2 = max(0, M2 - n^2), M2 the mean squared change and n^2 the mean
-    squared difference of the two forwards."""
+    and under those after by an equivalent forward. rho^2 = max(0, M2 - n^2), M2 the mean squared change and n^2 the
+    mean squared difference of the two forwards."""
     noise = float(np.mean((after - again) ** 2))
     return math.sqrt(max(0.0, float(np.mean((after - before) ** 2)) - noise)), math.sqrt(noise)
 
@@ -100,8 +100,8 @@ def lag_statistics(log_ratio: NDArray[np.float64], versions: NDArray[np.int32], 
 
 
 def clustered_error(values: NDArray[np.float64], cluster: NDArray[np.int64]) -> float:
-    """Standard error of the mean of values [k] whose clusters [k] are independent and whose members aren't: tokens of an
-    episode share its context. sqrt(E / (E - 1) sum over the E clusters of (sum of deviations)^2) / k; nan for one.
+    """Standard error of the mean of values [k] whose clusters [k] are independent and whose members aren't: tokens of
+    an episode share its context. sqrt(E / (E - 1) sum over the E clusters of (sum of deviations)^2) / k; nan for one.
 
     Source: Liang and Zeger 1986; Miller, "Adding Error Bars to Evals" (arXiv:2411.00640), section 2.2.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from headrace.schemas.codec import kind_of
@@ -42,11 +42,9 @@ class Inbox:
         self._manifests = Reader(kafka, {(batches, 0): at})
         self._reader, self._schemas = Reader(kafka), Schemas(kafka, topics)
 
-    def next(self, stop: threading.Event, check: Callable[[], object] = lambda: None) -> Record | None:
-        """The next manifest as it lies on the log; None once `stop` is set. `check` is asked on the way whether there
-        can be one: what it raises ends the wait."""
+    def next(self, stop: threading.Event) -> Record | None:
+        """The next manifest as it lies on the log; None once `stop` is set."""
         while not stop.is_set():
-            check()
             for record in self._manifests.poll(1, POLL_S):
                 if self._is_manifest(record):
                     return record

@@ -20,24 +20,25 @@ from typing import Any
 import torch
 
 from headrace.schemas import delta
-from headrace.schemas.errors import NonFiniteGradient, NonFiniteLogprob, ReplayMismatch
+from headrace.schemas.errors import HeadraceError, NonFiniteGradient, NonFiniteLogprob, ReplayMismatch
 from headrace.schemas.events import GroupCount, Version
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import POLICY, RunTopics
 from headrace.streams.log.hanging import check_settled
 from headrace.streams.log.policy import open_settings
-from headrace.streams.log.reader import Record
 from headrace.streams.log.transactions import Transactor
 
+from .ahead import Ahead, Taken
 from .background import Background
 from .checkpoint import Checkpoints, train_hash
 from .combinations import idle
 from .drift import beside_estimated
 from .fetch import Batch
+from .following import Led, follow
 from .inbox import Inbox
 from .publish import Policy, Publisher, read_policy
+from .ranks import ALONE, Ranks, join, leave
 from .report import StepReport
-from .step import TrainState
 from .weighing import StepSettings, loss_rules
 
 log = logging.getLogger("headrace.trainer")
@@ -68,7 +69,7 @@ class Trainer:
     """One owner of the run's weights. Made fresh at each start; `start`, then `run`."""
 
     def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, state_dir: Path,
-                 device: str = "cpu") -> None:  # fmt: skip
+                 ranks: Ranks = ALONE) -> None:  # fmt: skip
         self._kafka, self._topics, self._settings = kafka, topics, settings
         self._transactor = Transactor(kafka, topics.transactional_id("trainer"))
         check_settled(kafka, [(topics.name(POLICY), 0)])
@@ -80,13 +81,12 @@ class Trainer:
         self._publisher.remember(head.publications)
         self._background = Background(self._publisher)
         self._checkpoints = Checkpoints(state_dir / "checkpoints", settings.checkpoint.keep)
-        model = settings.model
-        self._state = TrainState(model.path, dtype=model.dtype, compute_dtype=model.compute_dtype, device=device,
-                                 head_dtype=model.head_dtype,
-                                 quantisation=model.quantisation if model.train_quantised else "none")  # fmt: skip
+        self._led = Led(settings.model, settings.optimizer.recompute_activations, ranks)
+        self._state = self._led.state
         self._saved = -1
         self._seconds: dict[str, float] = {}
         self._inbox = Inbox(kafka, topics, opened, head)
+        self._ahead = Ahead(self._inbox)
 
     @property
     def version(self) -> int:
@@ -139,7 +139,7 @@ class Trainer:
         known = {number: version.train_hash for number, version in self._versions.items()}
         checkpoint = self._checkpoints.newest(known)
         if checkpoint is not None:
-            self._state.load_state(checkpoint.tensors, checkpoint.metadata)
+            self._led.load_state(checkpoint.tensors, checkpoint.metadata)
             self._saved = checkpoint.version
         recorded = self._versions[self.version]
         state = self._served()
@@ -154,7 +154,7 @@ class Trainer:
 
     def _train(self, batch: Batch) -> StepReport:
         settings = step_settings(self._inbox.settings(batch.manifest))
-        return self._state.train_batch(batch.groups, batch.manifest.target, settings, batch.reused)
+        return self._led.train_batch(batch.groups, batch.manifest.target, settings, batch.reused)
 
     def _prove(self, recorded: Version, served_hash: bytes) -> None:
         own_hash = train_hash(*self._state.state_tensors())
@@ -175,12 +175,10 @@ class Trainer:
         `stop` is set is left for later."""
         while not stop.is_set() and (stop_at is None or self.version < stop_at):
             before, self._seconds = self._seconds, {}
-            with self._timed("waiting"):
-                # There is no next batch for as long as this version isn't published.
-                record = self._inbox.next(stop, self._background.check)
-            if record is None:
+            taken = self._ahead.take(self.version + 1, stop, self._background.check)
+            if taken is None:
                 break
-            self._advance(record, before)
+            self._advance(taken, before)
             if self.version % self._settings.checkpoint.every == 0:
                 self._save()
         self._background.settled()
@@ -189,11 +187,11 @@ class Trainer:
         if not stop.is_set():
             self._background.finish()
 
-    def _advance(self, record: Record, before: Mapping[str, float]) -> None:
-        """1. Fetch and prove; 2. train; 3. wait until the version before is published, and compare with it; 4. commit;
-        5. let it be published. `before`: seconds of the version before."""
-        with self._timed("fetching"):
-            batch = self._inbox.fetch(record, self.version + 1)
+    def _advance(self, taken: Taken, before: Mapping[str, float]) -> None:
+        """1. Train, while the next batch is read; 2. wait until the version before is published, and compare with it;
+        3. commit; 4. let it be published. `before`: seconds of the version before."""
+        batch = taken.batch
+        self._seconds |= {"waiting": taken.waiting_s, "fetching": taken.fetching_s}
         with self._timed("compute"):
             try:
                 report = self._train(batch)
@@ -277,9 +275,13 @@ class Trainer:
         finally:
             self._seconds[name] = time.monotonic() - started
 
+    def dismiss(self) -> None:
+        """Let the other ranks end."""
+        self._led.close()
+
     def close(self) -> None:
         self._background.close()
-        self._inbox.close()
+        self._ahead.close()
         self._publisher.close()
         self._transactor.close()
 
@@ -304,6 +306,7 @@ def _metrics(batch: Batch, report: StepReport) -> dict[str, float]:
         "optimizer_steps": report.optimizer_steps,
         **report.figures,
         **masked,
+        **{f"{name}_s": spent for name, spent in report.seconds.items()},
     }
     if aligned is not None:
         figures |= {"mismatch_mean": aligned.mean_abs, "mismatch_max": aligned.max_abs,
@@ -332,17 +335,34 @@ def run_trainer(
     threads: int | None = None,
     device: str = "cpu",
 ) -> None:
-    """Train the run until `stop` is set, or until version `stop_at` is published. `state_dir` holds checkpoints.
+    """Train the run until `stop` is set, or until version `stop_at` is published. `state_dir` holds checkpoints. Under
+    torchrun this is what rank 0 does, and `run_follower` what the others do.
 
     Raises Fenced where another trainer took over, ReplayMismatch where re-training gave other bits than were committed,
     InvalidRecord or DataLossError where a batch can't be proved, NonFiniteLogprob, NonFiniteGradient, ModelError.
     """
-    if threads is not None:
-        torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True)
-    trainer = Trainer(kafka, topics, settings, state_dir, device)
+    ranks = _joined(threads, device)
+    trainer = Trainer(kafka, topics, settings, state_dir, ranks)
     try:
         trainer.start()
         trainer.run(stop, stop_at)
+        trainer.dismiss()
+    except HeadraceError:
+        trainer.dismiss()  # the others are where this one is: between two words
+        raise
     finally:
         trainer.close()
+    leave()
+
+
+def run_follower(threads: int | None = None, device: str = "cpu") -> None:
+    """A rank of a torchrun job that isn't 0: it computes what rank 0 tells it, until that ends. Knows no Kafka."""
+    follow(_joined(threads, device))
+    leave()
+
+
+def _joined(threads: int | None, device: str) -> Ranks:
+    if threads is not None:
+        torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+    return join(device)

@@ -40,7 +40,7 @@ class StepReport:
     rho: float  # RMS change of log-probability, nats, from the version before to this one, on the probe; noise removed
     probe_tokens: int  # how many model tokens rho rests on
     row_tokens: int  # tokens that went through the forward pass
-    seconds: dict[str, float]  # forward_backward, optimizer, probe
+    seconds: dict[str, float]  # forward, backward, optimizer (clipping too), rounding to what is served, probe
     reused: tuple[ReusedCounts, ...] = ()
     optimizer_steps: int = 1  # inside this version
     clipped: float = 0.0  # share of the tokens scored that the objective's clip held back, over all optimizer steps

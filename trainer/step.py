@@ -8,7 +8,8 @@ settings give the same bits on the same machine with the same number of threads.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,22 +18,27 @@ import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
 
-from headrace.schemas.errors import CheckpointError, InvalidRecord, ModelError, NonFiniteGradient
+from headrace.schemas.adapter import inject
+from headrace.schemas.errors import CheckpointError, InvalidRecord, NonFiniteGradient
 from headrace.schemas.forward import fake_quantised, quantised_names, widen_head
+from headrace.schemas.settings import LoraSettings
 
 from . import corrections
 from .alignment import QUIET, STATED, Verdict, meanings, verdict
 from .batches import Group, MicroBatch, counted, pack
 from .drift import SHIFT, change, probe_of
+from .gathered import gathered, joined, own_rows
 from .losses import clipped, token_losses, token_shares
+from .model import load_model, recompute_activations
 from .penalties import penalty
+from .ranks import ALONE, Ranks
 from .reductions import CLAMP, Tokens
 from .report import Scored, StepReport, effective, figures, group_counts, lags_of
 from .reused import Reused, ReusedCounts
 from .reused import share as reused_share
 from .reused import term as reused_term
+from .spread import rows_of
 from .weighing import Begun, batch_advantages, corrected, lengths, minibatches, refuse_non_finite
 from .weighing import StepSettings as StepSettings
 
@@ -60,7 +66,10 @@ class TrainState:
 
     `dtype` is the published one (bfloat16 | float16 | float32), `compute_dtype` that of the forward pass, in which
     served weights are exactly representable; `head_dtype` (compute | float32) that of its head. `quantisation` (none |
-    int8 | fp8): the forward computes with served weights rounded to that grid. Tied tensors are one parameter, named as `named_parameters()` names it.
+    int8 | fp8): the forward computes with served weights rounded to that grid. Tied tensors are one parameter, named as
+    `named_parameters()` names it. With `lora` only the adapter is trained and served. `recompute`: activations are
+    computed again in the backward pass. Where `ranks` are several, each holds a part of every tensor, makes every call
+    beside the others, and rank 0 has what is served and saved in whole.
     """
 
     def __init__(
@@ -68,25 +77,40 @@ class TrainState:
         model_path: str | Path,
         dtype: str = "bfloat16",
         compute_dtype: str = "float32",
-        device: str = "cpu",
         version: int = 0,
+        *,
         head_dtype: str = "compute",
         quantisation: str = "none",
+        lora: LoraSettings | None = None,
+        recompute: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.version = version
         self._grid, self._head_dtype = quantisation, head_dtype
         self.optimizer_steps = 0
-        self._dtype, self._device = dtype, torch.device(device)
+        self._dtype, self._device, self._ranks = dtype, ranks.device, ranks
         self._model_path, self._reference = model_path, None
-        model = _load_model(model_path)
-        self._masters = {name: p.detach().to(self._device, copy=True) for name, p in model.named_parameters()}
+        model = load_model(model_path)
+        trained = dict(model.named_parameters())
+        if lora is not None:  # what is adapted is rounded as it is served, and stays
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.copy_(parameter.to(DTYPES[dtype]))
+            trained = inject(model, lora)
+        names = {id(parameter): name for name, parameter in trained.items()}
+        own = {own: names[id(p)] for own, p in model.named_parameters() if id(p) in names}
+        self._shapes = {name: tuple(p.shape) for name, p in trained.items()}
+        self._masters = {name: ranks.part(p.detach()).to(self._device, copy=True) for name, p in trained.items()}
         self._served = {name: master.to("cpu", DTYPES[dtype], copy=True) for name, master in self._masters.items()}
         self._model = model.to(device=self._device, dtype=getattr(torch, compute_dtype))
         if head_dtype == "float32":
             widen_head(self._model)
         self._on_grid = frozenset[str]() if quantisation == "none" else quantised_names(self._model)
-        self._parameters = dict(self._model.named_parameters())
         self._rotary = any(name.endswith("rotary_emb") for name, _ in self._model.named_modules())
+        if recompute:
+            recompute_activations(self._model)
+        ranks.shard(self._model)
+        self._parameters = {own[name]: p for name, p in self._model.named_parameters() if name in own}
         self._serve()
         self._optimizer = torch.optim.AdamW(list(self._masters.values()), fused=True)
         for master in self._masters.values():
@@ -95,6 +119,9 @@ class TrainState:
                 "exp_avg": torch.zeros_like(master),
                 "exp_avg_sq": torch.zeros_like(master),
             }
+        self._seconds: dict[str, float] = {}  # of the step under way, by part
+        self._whole: dict[str, torch.Tensor] = {}  # of everyone's parts, on rank 0 of several
+        self._collect()
 
     def train_batch(self, groups: Sequence[Group], target_version: int, settings: StepSettings,
                     reused: Sequence[Reused] = ()) -> StepReport:  # fmt: skip
@@ -105,36 +132,42 @@ class TrainState:
         """
         if target_version != self.version:
             raise ValueError(f"the batch targets version {target_version}, the trainer is at version {self.version}")
-        started = time.perf_counter()
+        self._seconds = dict.fromkeys(("forward", "backward", "optimizer", "rounding", "probe"), 0.0)
         rate = settings.learning_rate * min(1.0, (self.version + 1) / max(1, settings.warmup_versions))
         parts = minibatches(groups, settings.minibatches)
         if not parts:
             raise InvalidRecord("the batch holds no token that a model sampled: there is nothing to train")
-        kept = self._copied() if settings.optimizer_steps > 1 else None  # a later step may be refused
-        passes, norms, reuses, updating = [], [], [], 0.0
+        several = settings.optimizer_steps > 1  # a later one may be refused
+        kept = {name: part.clone() for name, part in self._parts().items()} if several else None
+        steps = self.optimizer_steps
+        passes, norms, reuses = [], [], []
         try:
-            alignment = self._alignment(groups, settings)
-            aligned = time.perf_counter()
+            with self._timed("probe"):
+                alignment = self._alignment(groups, settings)
             begun = self._begin(groups, settings)
             for _ in range(settings.epochs):
                 for at, part in parts:
                     passes.append(self._accumulate(part, settings, begun, at))
                     reuses += [self._reuse(one, part, settings) for one in reused]
-                    norms.append(self._clip(settings.max_grad_norm))
-                    before = time.perf_counter()
-                    self._update(rate, settings)
-                    self._model.zero_grad(set_to_none=True)
-                    updating += time.perf_counter() - before
+                    with self._timed("optimizer"):
+                        norms.append(self._clip(settings.max_grad_norm))
+                        self._update(rate, settings)
+                        self._zero_grad()
+                    with self._timed("rounding"):
+                        self._round()
         except Exception:
             if kept is not None:
-                self.load_state(*kept)
+                for name, part in self._parts().items():
+                    part.copy_(kept[name])
+                self._at_step(steps)
             raise
         finally:
-            self._model.zero_grad(set_to_none=True)
+            self._zero_grad()
         self.version += 1
-        updated = time.perf_counter()
+        self._collect()
         scored = begun.scored or Scored.joined([one.scored for one in passes[: len(parts)]])
-        rho, noise, probe_tokens = self._rho(groups, scored, settings)
+        with self._timed("probe"):
+            rho, noise, probe_tokens = self._rho(groups, scored, settings)
         rewards = [episode.reward for _, episode in counted(groups) if episode.reward is not None]
         tokens = max(1, sum(len(one.scored.current) for one in passes))
         return StepReport(
@@ -150,11 +183,7 @@ class TrainState:
             rho_noise=noise,
             probe_tokens=probe_tokens,
             row_tokens=sum(one.row_tokens for one in passes),
-            seconds={
-                "forward_backward": updated - aligned - updating,
-                "optimizer": updating,
-                "probe": time.perf_counter() - updated + aligned - started,
-            },
+            seconds=self._seconds,
             reused=tuple(counts for counts, _ in reuses),
             optimizer_steps=len(passes),
             clipped=sum(one.clipped for one in passes) / tokens,
@@ -169,14 +198,15 @@ class TrainState:
         advantage = batch_advantages(groups, settings)
         if not settings.looks_ahead:
             return Begun(advantage, None, None)
-        members, columns = counted(groups), []
+        members, rows = counted(groups), rows_of(groups, settings.micro_batch_tokens, self._ranks.size)
+        found_here = {}
         with torch.no_grad():
-            for micro in pack(groups, settings.micro_batch_tokens):
-                logprobs = self._logprobs(micro)
-                refuse_non_finite(members, micro, logprobs)
-                columns.append((logprobs.double().cpu().numpy(), micro))
-        current = np.concatenate([logprobs for logprobs, _ in columns])
-        whole = {name: np.concatenate([getattr(micro, name) for _, micro in columns])
+            for number, row, _ in own_rows(rows, self._ranks):
+                with self._timed("forward"):
+                    found_here[number] = {"current": self._logprobs(row).double().cpu().numpy()}
+        current = gathered(rows, found_here, self._ranks)["current"]
+        refuse_non_finite(members, rows, current)
+        whole = {name: np.concatenate([getattr(row, name) for row in rows])
                  for name in ("behaviour", "weights", "versions", "episode")}  # fmt: skip
         scored, found = corrected(current, whole, advantage, settings)
         kept = None
@@ -196,18 +226,23 @@ class TrainState:
         advantage = begun.advantage[at : at + len(members)]
         counts = lengths(members) if begun.kept is None else begun.kept[at : at + len(members)]
         share = token_shares(settings.denominator, counts, settings.budget).to(self._device)
-        place = 0 if begun.scored is None else int(np.searchsorted(begun.scored.episode, at))
-        loss, row_tokens, held, cost, parts = 0.0, 0, 0, 0.0, []
-        for micro in pack(groups, settings.micro_batch_tokens):
-            logprobs = self._logprobs(micro)
-            refuse_non_finite(members, micro, logprobs)
+        rows = rows_of(groups, settings.micro_batch_tokens, self._ranks.size)
+        places = np.cumsum([0, *(len(row.targets) for row in rows)])
+        if begun.scored is not None:
+            places += int(np.searchsorted(begun.scored.episode, at))
+        loss, row_tokens, held, cost, parts = 0.0, 0, 0, 0.0, {}
+        for number, micro, idle in own_rows(rows, self._ranks):
+            with self._timed("forward"):
+                logprobs = self._logprobs(micro)
+            if idle:  # the others are at their last row, and every layer is gathered from all
+                (logprobs.sum() * 0).backward()
+                continue
             current = logprobs.detach().double()
             if begun.scored is None or (settings.bypass and settings.optimizer_steps > 1):
                 whole = {name: getattr(micro, name) for name in ("behaviour", "weights", "versions", "episode")}
                 scored, _ = corrected(current.cpu().numpy(), whole, advantage, settings)
             else:
-                scored = begun.scored.part(place, place + len(micro.targets), at)
-            place += len(micro.targets)
+                scored = begun.scored.part(int(places[number]), int(places[number + 1]), at)
             behaviour = torch.from_numpy(micro.behaviour).to(self._device)
             staleness = torch.from_numpy(micro.weights).to(self._device)
             episode = torch.from_numpy(micro.episode).to(self._device)
@@ -226,11 +261,15 @@ class TrainState:
                 apart = penalty(settings.kl, logprobs, reference, tokens.used)
                 total = total + settings.kl_coefficient * (apart * share[episode]).sum()
                 cost += float(apart.detach().sum())
-            total.backward()  # type: ignore[no-untyped-call]
+            with self._timed("backward"):
+                total.backward()  # type: ignore[no-untyped-call]
             loss += float(total.detach())
             row_tokens += len(micro.ids)
-            parts.append(replace(scored, current=current.cpu().numpy()))
-        return _Pass(Scored.joined(parts), loss, row_tokens, held, cost)
+            parts[number] = replace(scored, current=current.cpu().numpy())
+        scored = joined(rows, parts, self._ranks)
+        refuse_non_finite(members, rows, scored.current)
+        sums = self._ranks.total(torch.tensor([loss, row_tokens, held, cost], dtype=torch.float64)).tolist()
+        return _Pass(scored, sums[0], int(sums[1]), int(sums[2]), sums[3])
 
     def _reuse(self, one: Reused, groups: Sequence[Group], settings: StepSettings) -> tuple[ReusedCounts, float]:
         """Add a success that is used again to the gradient; what of it was trained, and its loss."""
@@ -239,7 +278,7 @@ class TrainState:
         logprobs = self._logprobs(micro)
         weights = torch.from_numpy(micro.weights).to(self._device)
         behaviour = torch.from_numpy(micro.behaviour).to(self._device)
-        refuse_non_finite([(whole, one.episode)], micro, logprobs)
+        refuse_non_finite([(whole, one.episode)], [micro], logprobs.detach().double().cpu().numpy())
         allowed = weights > 0
         ratios = corrections.log_ratio(logprobs, behaviour)
         ratios = torch.where(allowed, ratios, torch.zeros_like(ratios))
@@ -250,14 +289,14 @@ class TrainState:
         total, counts = reused_term(one, logprobs, ratios, allowed, correction, share, settings.reuse_drift_limit)
         if total is None:
             return counts, 0.0
-        total.backward()  # type: ignore[no-untyped-call]
+        (total if self._ranks.rank == 0 else total * 0).backward()  # type: ignore[no-untyped-call]
         return counts, float(total.detach())
 
     @torch.no_grad()
     def _reference_logprobs(self, micro: MicroBatch) -> torch.Tensor:
         """Under version 0's served weights, whose model is loaded when it is first asked for."""
         if self._reference is None:
-            model = _load_model(self._model_path)
+            model = load_model(self._model_path)
             for name, parameter in model.named_parameters():  # as served; buffers are computed with as they are
                 parameter.copy_(self._computed(name, parameter.to(DTYPES[self._dtype])))
             self._reference = model.to(device=self._device, dtype=self._model.dtype)
@@ -295,10 +334,11 @@ class TrainState:
         """Move the gradients to the masters, scaled down to the norm `limit`; the norm before that."""
         for name, master in self._masters.items():
             gradient = self._parameters[name].grad
-            master.grad = torch.zeros_like(master) if gradient is None else gradient.to(master.dtype)
+            own = None if gradient is None else self._ranks.local(gradient).to(master.dtype)
+            master.grad = torch.zeros_like(master) if own is None else own
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
         norms = torch.stack(torch._foreach_norm(gradients)).double()
-        norm = float(norms.square().sum().sqrt())
+        norm = float(self._ranks.total(norms.square().sum()).sqrt())
         if not np.isfinite(norm):
             raise NonFiniteGradient(f"the gradient's norm is {norm}: lower the learning rate, or compute in float32")
         if norm > limit:
@@ -306,28 +346,41 @@ class TrainState:
         return norm
 
     def _update(self, rate: float, settings: StepSettings) -> None:
-        """AdamW (arXiv:1711.05101) on the masters; what is served is the masters rounded to the published dtype."""
+        """AdamW (arXiv:1711.05101) on the masters."""
         for group in self._optimizer.param_groups:
             group.update(lr=rate, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
         self._optimizer.step()
         self.optimizer_steps += 1
         for master in self._masters.values():
             master.grad = None
-        self._round()
+
+    def _zero_grad(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def _round(self) -> None:
+        """What is served is the masters rounded to the published dtype."""
         for name, master in self._masters.items():
             self._served[name].copy_(master)
         self._serve()
 
     def _serve(self) -> None:
+        self._ranks.reshard(self._model)
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                parameter.copy_(self._computed(name, self._served[name]))
+                self._ranks.local(parameter).copy_(self._computed(name, self._served[name]))
 
     def _computed(self, name: str, served: torch.Tensor) -> torch.Tensor:
-        """The values of a served tensor that the forward computes with. Where they are quantised, the gradient with
-        respect to them is taken for the master's (straight through, arXiv:1308.3432)."""
+        """The values of a served tensor that the forward computes with; each row of a part is whole. Where they are
+        quantised, the gradient with respect to them is taken for the master's (straight through, arXiv:1308.3432)."""
         return fake_quantised(served, self._grid) if name in self._on_grid else served
 
     @torch.no_grad()
@@ -380,19 +433,18 @@ class TrainState:
         """Name -> the served weights' bits (bfloat16 and float16 as uint16, float32 as uint32), live and read-only, in
         the order of `named_parameters()`. They change in `train_batch`: copy what must outlive it."""
         views = {}
-        for name, served in self._served.items():
+        for name, part in self._served.items():
+            served = part if self._ranks.size == 1 else self._whole[name]
             views[name] = served.view(BITS[served.dtype]).numpy()
             views[name].flags.writeable = False
         return views
 
     def state_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """What a checkpoint needs: flat name -> tensor (live, not copied) and metadata, for safetensors."""
-        tensors = {}
-        for name, master in self._masters.items():
-            moments = self._optimizer.state[master]
-            tensors[f"master.{name}"] = master
-            tensors[f"exp_avg.{name}"] = moments["exp_avg"]
-            tensors[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
+        """What a checkpoint needs, in whole: flat name -> tensor (live, not copied) and metadata, for safetensors. On
+        rank 0."""
+        tensors = self._parts()
+        if self._ranks.size > 1:
+            tensors = {name: self._whole[name] for name in tensors if name in self._whole}
         metadata = {
             "format": CHECKPOINT_FORMAT,
             "version": str(self.version),
@@ -401,21 +453,47 @@ class TrainState:
         }
         return tensors, metadata
 
-    def _copied(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        tensors, metadata = self.state_tensors()
-        return {name: tensor.clone() for name, tensor in tensors.items()}, metadata
+    def _parts(self) -> dict[str, torch.Tensor]:
+        """What of it lies here, live."""
+        tensors = {}
+        for name, master in self._masters.items():
+            moments = self._optimizer.state[master]
+            tensors[f"master.{name}"] = master
+            tensors[f"exp_avg.{name}"] = moments["exp_avg"]
+            tensors[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
+        return tensors
+
+    def _collect(self) -> None:
+        """Bring what is served, and the train state that is hashed and saved with each version, to rank 0."""
+        if self._ranks.size == 1:
+            return
+        for key, part in {**self._served, **self._parts()}.items():
+            whole = self._ranks.collect(part, self._shapes[key if key in self._shapes else key.partition(".")[2]])
+            if whole is not None:
+                self._whole.setdefault(key, whole).copy_(whole)
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         """Back to a checkpoint's state, bit for bit. Raises CheckpointError, and changes nothing, where it isn't one
-        of this model and published dtype."""
+        of this model and published dtype. Rank 0 alone needs the tensors."""
+        if self._ranks.rank == 0:
+            self.check_state(tensors, metadata)
+        for name, part in self._parts().items():
+            self._ranks.hand_out(tensors.get(name), part, self._shapes[name.partition(".")[2]])
+        self.version = int(metadata["version"])
+        self._at_step(int(metadata["optimizer_steps"]))
+        self._collect()
+
+    def check_state(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+        """Raises CheckpointError where `load_state` would. On rank 0."""
         own, _ = self.state_tensors()
         if metadata.get("format") != CHECKPOINT_FORMAT or metadata.get("dtype") != self._dtype:
             raise CheckpointError(f"not a train state in {self._dtype}: its metadata is {dict(metadata)}")
         if {name: (t.shape, t.dtype) for name, t in tensors.items()} != {n: (t.shape, t.dtype) for n, t in own.items()}:
             raise CheckpointError("the checkpoint's tensors are not those of this model: check model_path")
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
-        self.version, self.optimizer_steps = int(metadata["version"]), int(metadata["optimizer_steps"])
+
+    def _at_step(self, optimizer_steps: int) -> None:
+        """Masters and moments were written: what follows from them."""
+        self.optimizer_steps = optimizer_steps
         for moments in self._optimizer.state.values():
             moments["step"].fill_(self.optimizer_steps)
         self._round()
@@ -428,21 +506,10 @@ class TrainState:
             "head_dtype": self._head_dtype,
             "quantisation": self._grid,
             "device": str(self._device),
+            "ranks": str(self._ranks.size),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "threads": str(torch.get_num_threads()),
             "cpu": torch.backends.cpu.get_cpu_capability(),
         }
 
-
-def _load_model(model_path: str | Path) -> Any:
-    if not (Path(model_path) / "config.json").is_file():
-        raise ModelError(f"{model_path} holds no config.json: model_path must be a Hugging Face model folder")
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        # Without dropout (eval): what is differentiated is the policy that is served.
-        return AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
-        ).eval()
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{model_path} can't be loaded as a causal language model: {error}") from error

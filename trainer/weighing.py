@@ -120,17 +120,21 @@ def corrected(current: NDArray[np.float64], columns: Mapping[str, NDArray[Any]],
     return scored, found
 
 
-def refuse_non_finite(members: Sequence[tuple[Group, Episode]], micro: MicroBatch, logprobs: torch.Tensor) -> None:
+def refuse_non_finite(members: Sequence[tuple[Group, Episode]], rows: Sequence[MicroBatch],
+                      current: NDArray[np.float64]) -> None:  # fmt: skip
     """The one door for bad numbers: raises NonFiniteLogprob, with their count, where a token that may be trained has no
-    finite log-probability on either side. What a masked token holds is never looked at."""
-    finite = torch.isfinite(logprobs.detach()).cpu().numpy() & np.isfinite(micro.behaviour)
-    bad = np.flatnonzero((micro.weights > 0) & ~finite)
+    finite log-probability on either side. `current`: the trainer's, of all the rows' tokens. What a masked token holds
+    is never looked at."""
+    whole = {name: np.concatenate([getattr(row, name) for row in rows])
+             for name in ("behaviour", "weights", "episode", "offset")}  # fmt: skip
+    finite = np.isfinite(current) & np.isfinite(whole["behaviour"])
+    bad = np.flatnonzero((whole["weights"] > 0) & ~finite)
     if not len(bad):
         return
     first = int(bad[0])
-    group, episode = members[micro.episode[first]]
+    group, episode = members[whole["episode"][first]]
     raise NonFiniteLogprob(
-        f"{len(bad)} of {len(finite)} tokens have no finite log-probability; first, token {micro.offset[first]} of"
-        f" group {group.group_id}, slot {episode.slot}: behaviour {float(micro.behaviour[first])}, trainer"
-        f" {float(logprobs.detach()[first])}. The batch was not trained"
+        f"{len(bad)} of {len(finite)} tokens have no finite log-probability; first, token {whole['offset'][first]} of"
+        f" group {group.group_id}, slot {episode.slot}: behaviour {float(whole['behaviour'][first])}, trainer"
+        f" {float(current[first])}. The batch was not trained"
     )

@@ -71,6 +71,7 @@ def gather(source: LogSource, settings: RunSettings, now_ms: int) -> Report:
     return Report(
         run=source.run, model=settings.model.path, made_ms=now_ms,
         state=state(facts, settings, now_ms, dead_letters(source).count), figures=figures(facts),
-        freshness=freshness(facts, stale), calibration=calibration(facts, settings.staleness.floor), alignment=alignment(facts), reliability=reliability(facts),
+        freshness=freshness(facts, stale), calibration=calibration(facts, settings.staleness.floor),
+        alignment=alignment(facts), reliability=reliability(facts),
         transport=transport(facts), evaluation=evaluation(scores), ledger=ledger,
     )  # fmt: skip

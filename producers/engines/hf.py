@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from headrace.schemas.adapter import inject
 from headrace.schemas.errors import EngineError, ModelError
 from headrace.schemas.forward import fake_quantised, quantised_names, widen_head
+from headrace.schemas.settings import LoraSettings
 
 from . import Changes, Finished, GenerationRequest, Progress, check_request
 from .served import check_changes, read_only, write_changes
@@ -99,8 +101,9 @@ class _RowCache(Cache):
 class HfEngine:
     """Any Hugging Face causal language model by path; see `Engine` for the contract.
 
-    `slots`: requests that decode at once; `max_tokens`: prompt and completion of one request at most. Raises
-    ModelError for a path that isn't a causal language model with full attention and a tokenizer.
+    `slots`: requests that decode at once; `max_tokens`: prompt and completion of one request at most. With `lora` the
+    adapter's weights are what is served. Raises ModelError for a path that isn't a causal language model with full
+    attention and a tokenizer.
     """
 
     def __init__(
@@ -116,21 +119,27 @@ class HfEngine:
         prefill_tokens: int = 2048,
         head_dtype: str = "compute",
         quantisation: str = "none",
+        lora: LoraSettings | None = None,
     ) -> None:
         self._model, self._tokenizer = load_model(model_path, compute_dtype, device)
-        if head_dtype == "float32":
-            widen_head(self._model)
         self._grid = quantisation
         self._on_grid = frozenset[str]() if quantisation == "none" else quantised_names(self._model)
+        self._parameters: dict[str, torch.Tensor] = dict(self._model.named_parameters())
+        if lora is not None:  # the adapter is served; what it adapts is rounded as any weights are, and stays
+            for parameter in self._parameters.values():
+                parameter.data.copy_(parameter.to(DTYPES[dtype]))
+            self._parameters = inject(self._model, lora)
+            self._model.to(device=device, dtype=getattr(torch, compute_dtype)).requires_grad_(False)
+        if head_dtype == "float32":
+            widen_head(self._model)
         self._served = {
             name: parameter.detach().to("cpu", DTYPES[dtype], copy=True).contiguous()
-            for name, parameter in self._model.named_parameters()
+            for name, parameter in self._parameters.items()
         }
         self._bits = {
             name: served.view(BITS[served.dtype]).numpy().reshape(served.shape) for name, served in
             self._served.items()
         }
-        self._parameters = dict(self._model.named_parameters())
         for name, parameter in self._parameters.items():
             parameter.data.copy_(self._computed(name))
         self._vocabulary = self._model.get_input_embeddings().num_embeddings

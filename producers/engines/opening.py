@@ -47,6 +47,9 @@ def open_engine(model: ModelSettings, choice: EngineChoice) -> Engine:
 
 
 def _open(model: ModelSettings, choice: EngineChoice) -> Engine:
+    if model.lora is not None and choice.kind != "hf":
+        raise SettingsError(f"model.lora: engine {choice.kind!r} can't serve an adapter that changes; set site.engine "
+                            "= 'hf', or train all weights")  # fmt: skip
     if choice.kind == "openai":
         from .remote import RemoteEngine
         from .served import ModelFolder
@@ -60,14 +63,14 @@ def _open(model: ModelSettings, choice: EngineChoice) -> Engine:
                            "compute_dtype": model.compute_dtype, "device": choice.device}  # fmt: skip
     if choice.kind == "vllm":
         if (model.head_dtype, model.quantisation) != ("compute", "none"):
-            raise SettingsError("site.engine = 'vllm' computes its head in model.compute_dtype and serves the published "
+            raise SettingsError("site.engine = 'vllm' computes its head in model.compute_dtype and serves published "
                                 "weights: model.head_dtype and model.quantisation are for engine 'hf'")  # fmt: skip
         from .vllm import VllmEngine
 
         return VllmEngine(model.path, **own)
     from .hf import HfEngine
 
-    return HfEngine(model.path, **own, head_dtype=model.head_dtype, quantisation=model.quantisation)
+    return HfEngine(model.path, **own, head_dtype=model.head_dtype, quantisation=model.quantisation, lora=model.lora)
 
 
 def open_replicas(choice: EngineChoice, folder: ModelFolder | None = None) -> list[OpenAIReplica]:

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.adapter import inject
 from headrace.schemas.errors import WeightsRefused
+from headrace.schemas.settings import LoraSettings
 
 from . import Changes
 
@@ -67,9 +69,10 @@ def read_only(bits: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
 
 class ModelFolder:
     """A model folder as the trainer reads it: names and bits (in the published dtype) of its tensors, its tokenizer
-    and its sizes. `rounded`: the published dtype doesn't hold the folder's values exactly."""
+    and its sizes. `rounded`: the published dtype doesn't hold the folder's values exactly. With `lora` the tensors are
+    those of the adapter."""
 
-    def __init__(self, path: str | Path, dtype: str):
+    def __init__(self, path: str | Path, dtype: str, lora: LoraSettings | None = None):
         # Only what opens a folder needs torch.
         from .hf import BITS, DTYPES, eos_ids, load_model
 
@@ -77,7 +80,8 @@ class ModelFolder:
         model, self.tokenizer = load_model(path, "float32", "cpu")
         self.bits: dict[str, NDArray[Any]] = {}
         self.rounded = False
-        for name, parameter in model.named_parameters():
+        parameters = model.named_parameters() if lora is None else inject(model, lora).items()
+        for name, parameter in parameters:
             served = parameter.detach().to(DTYPES[dtype]).contiguous()
             self.rounded = self.rounded or not bool((served.float() == parameter).all())
             self.bits[name] = served.view(BITS[served.dtype]).numpy().reshape(served.shape).copy()

@@ -73,7 +73,7 @@ def run_gateway(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettin
     tokenizer, engine = Tokenizer(model.path), open_engine(model, choice)
     with contextlib.closing(Producer(kafka, topics, settings, unmanaged=False, worker=name)) as producer:
         receiver = Receiver(kafka, topics, worker=name, incarnation=producer.incarnation,
-                            initial=lambda: ModelFolder(model.path, model.dtype).bits)  # fmt: skip
+                            initial=lambda: ModelFolder(model.path, model.dtype, model.lora).bits)  # fmt: skip
         with contextlib.closing(receiver):
             if not receiver.load(engine, stop):
                 return

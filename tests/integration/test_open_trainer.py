@@ -146,3 +146,20 @@ def test_restart_publishes_what_was_committed_and_a_second_trainer_fences_the_fi
     stop.set()
     with open_trainer(run.topics.run, run.kafka) as third:
         assert third.version == 2 and list(third.batches(stop)) == []
+
+
+@pytest.mark.slow
+def test_trl_trains_a_run_with_its_own_loss(run: SyntheticRun, model: Path) -> None:
+    pytest.importorskip("trl", reason="headrace[trl] isn't installed")
+    from examples.trl_trainer import train as train_with_trl
+
+    run.write_random_batches(3)
+    train_with_trl(run.topics.run, run.kafka, 3, rate=1e-3)
+    head = read_policy(run.kafka, run.topics, open_settings(run.kafka, run.topics))
+    assert (head.committed, head.published) == (3, 3)
+    engine, receiver = HfEngine(model, slots=4, max_tokens=64), Receiver(run.kafka, run.topics)
+    first = {name: bits.copy() for name, bits in engine.served_arrays().items()}
+    assert receiver.load(engine) and engine.version == 3
+    receiver.close()
+    moved = [name for name, bits in engine.served_arrays().items() if not np.array_equal(bits, first[name])]
+    assert moved, "nothing was trained"

@@ -50,6 +50,7 @@ from headrace.streams.log.reader import Reader, Record, end_offsets, read_range
 from headrace.streams.log.transactions import Output
 from headrace.trainer import loop
 from headrace.trainer.fetch import fetch_batch
+from headrace.trainer.inbox import Inbox
 from headrace.trainer.loop import Trainer, run_trainer
 from headrace.trainer.publish import Policy, PolicyHead, Publisher, read_policy
 from headrace.trainer.step import TrainState
@@ -215,20 +216,30 @@ def test_reached_version_ends_at_once_and_a_greater_one_goes_on(run: SyntheticRu
     assert outcome(run)[:3] == before and len(outcome(run)) == 5
 
 
-@pytest.mark.slow
-def test_step_that_outlasts_the_poll_interval_loses_nothing(run: SyntheticRun, tmp_path: Path,
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_step_that_outlasts_the_poll_interval_loses_nothing_and_the_next_batch_is_read_meanwhile(
+    run: SyntheticRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run.write_random_batches(3)
     run.kafka = {**run.kafka, "session.timeout.ms": 1000, "max.poll.interval.ms": 1000}
-    honest = TrainState.train_batch
+    read = {due: threading.Event() for due in range(1, 5)}
+    honest_fetch, honest_train = Inbox.fetch, TrainState.train_batch
 
-    def slowly(self: TrainState, *args: Any) -> Any:
-        time.sleep(2.5)
-        return honest(self, *args)
+    def fetch(self: Inbox, record: Record, due: int) -> Any:
+        batch = honest_fetch(self, record, due)
+        read[due].set()
+        return batch
 
+    def slowly(self: TrainState, groups: Any, target: int, *args: Any) -> Any:
+        if target < 2:
+            assert read[target + 2].wait(30), "the next batch isn't read while this one trains"
+        time.sleep(1.5)
+        return honest_train(self, groups, target, *args)
+
+    monkeypatch.setattr(Inbox, "fetch", fetch)
     monkeypatch.setattr(TrainState, "train_batch", slowly)
     train(run, tmp_path, 3)
     assert head(run).published == 3
+    assert not read[4].is_set()
 
 
 # ------------------------------------------------------------------------------------------------------------- kills

@@ -20,9 +20,9 @@ EPISODES, LENGTH, VOCABULARY, TEMPERATURE = 24, 10, 50, 0.7
 
 def judged(plant: Callable[[Any, Any, Any, Any], Any], noise: float = 0.003, top_p: float = 1.0, forwards: float = 0.0,
            seed: int = 0) -> Verdict:  # fmt: skip
-    """The engine samples from softmax(logits / 0.7), filtered by `top_p`, and reports what `plant(scores, before, tokens,
-    mass)` makes of it, with rounding on top. scores, before: the right log-probabilities of all tokens, and those of the
-    position before; mass: of what `top_p` keeps."""
+    """The engine samples from softmax(logits / 0.7), filtered by `top_p`, and reports what `plant(scores, before,
+    tokens, mass)` makes of it, with rounding on top. scores, before: the right log-probabilities of all tokens, and
+    those of the position before; mass: of what `top_p` keeps."""
     rng, torch_rng = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     count = EPISODES * LENGTH
     logits = 2 * torch.randn(count, VOCABULARY, generator=torch_rng, dtype=torch.float64)

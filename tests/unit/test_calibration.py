@@ -45,5 +45,6 @@ def test_nothing_is_claimed_where_nothing_was_measured() -> None:
 
 def test_rank_correlation_shares_ranks_and_says_nothing_of_constants() -> None:
     assert spearman([1, 2, 3, 4], [1, 8, 27, 64]) == pytest.approx(1.0)
-    assert spearman([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(float(np.corrcoef([1, 2.5, 2.5, 4], [1, 2, 3, 4])[0, 1]))
+    shared = float(np.corrcoef([1, 2.5, 2.5, 4], [1, 2, 3, 4])[0, 1])
+    assert spearman([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(shared)
     assert spearman([1, 1, 1], [1, 2, 3]) is None and spearman([1, 2], [1, 2]) is None

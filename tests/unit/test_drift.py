@@ -9,8 +9,14 @@ torch = pytest.importorskip("torch")
 
 from headrace.schemas.columns import pack_float32, pack_int32  # noqa: E402
 from headrace.schemas.events import Manifest  # noqa: E402
+from headrace.schemas.settings import StalenessSettings  # noqa: E402
+from headrace.streams.staleness import Drifts  # noqa: E402
 from headrace.trainer.batches import Episode, Group  # noqa: E402
 from headrace.trainer.drift import beside_estimated, change, clustered_error, lag_statistics, probe_of  # noqa: E402
+from headrace.trainer.fetch import _episode  # noqa: E402
+from headrace.trainer.report import Scored, group_counts  # noqa: E402
+from tests.synthetic_run import episode as recorded  # noqa: E402
+from tests.unit.test_staleness import version  # noqa: E402
 
 
 def episode(slot: int, tokens: int, counted: bool = True) -> Episode:
@@ -69,3 +75,38 @@ def test_realised_stands_beside_what_the_manifest_forecast() -> None:
     one, two = beside_estimated(lags, manifest)
     assert one.estimated == pytest.approx(0.175) and one.second_moment == pytest.approx(0.09)
     assert two.estimated is None and two.error is None
+
+
+# ---------------------------------------------------------------------------------------------- limits, at use
+
+
+SEGMENTS = [(0, 1, 1.0), (3, 2, 1.0)]  # version, tokens, recorded weight
+
+
+def fetched(segments: list[tuple[int, int, float]], drifts: Drifts | None, **rules: object) -> Episode:
+    settings = StalenessSettings.model_validate({"drift_limit": 0.04} | rules)
+    versions = [number for number, count, _ in segments for _ in range(count)]
+    one = recorded(0, [5, 6], [7, 8, 9], [-1.0, -1.0, -1.0], versions, 1.0)
+    return _episode(one, 3, segments, settings, drifts)
+
+
+def test_what_was_published_since_the_manifest_masks_at_use_whatever_on_stale_says() -> None:
+    moved = Drifts([version(1, 0.1), version(2, 0.1), version(3, 0.1)])
+    for rule in ("mask", "wait", "drop"):
+        found = fetched(SEGMENTS, moved, on_stale=rule)
+        assert found.counted and not found.dropped and found.weights.tolist() == [0, 1, 1]
+        assert fetched(SEGMENTS, None, on_stale=rule).weights.tolist() == [1, 1, 1]
+    assert fetched(SEGMENTS, None, hard_lag=2).weights.tolist() == [0, 1, 1]
+
+
+def test_dropped_episode_leaves_the_batch_and_its_tokens_are_counted_as_masked() -> None:
+    stale = [(0, 1, 0.0), (3, 2, 0.0)]  # as the coordinator writes it with `drop`: all of its segments
+    gone = fetched(stale, None, on_stale="drop")
+    assert gone.dropped and not gone.counted
+    masked = fetched(stale, None, on_stale="mask")
+    assert masked.counted and not masked.dropped and not masked.weights.any()
+    ones = np.ones(4)
+    scored = Scored(-ones, -ones.astype(np.float32), 0 * ones, ones.astype(np.float32), ones,
+                    np.zeros(4, np.int32), np.zeros(4, np.int64), {})  # fmt: skip
+    (counts,) = group_counts([Group("g", (episode(0, 4), gone))], scored)
+    assert counts.trained == 4 and counts.masked == {"stale": 3, "ratio": 0}
