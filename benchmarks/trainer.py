@@ -4,16 +4,15 @@ Ours is the trainer as it runs: manifests and groups from a real broker, proved 
 committed, published; the bare loop pads, trains and keeps everything to itself. Both are processes that take turns of
 one step, in an order that reverses each time. Forward, backward and optimizer (with clipping) are timed around the
 calls themselves; what is left of a step is the trainer's own. The probe, which measures rho on 256 tokens, has a
-budget of its own and is shown apart. A turn waits until its version is published: in a run that overlaps with the next
-step, so that the share shown is the most it can be. A checkpoint is counted at a tenth, since it is due every ten
-versions.
+budget of its own and is shown apart. A checkpoint is counted at a tenth, since it is due every ten versions.
+Publication runs behind the next step; here a turn waits for it, and it is shown apart as well: with it, a share is the
+most that it can be.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,7 +34,7 @@ from tests.synthetic_run import PARTITIONS, SyntheticRun, episode
 from . import harness
 from .harness import CannotMeasure, Result, Row
 
-GROUPS, SIBLINGS, PROMPT, NEW = 4, 8, 48, (48, 96)
+GROUPS, SIBLINGS, PROMPT, NEW = 8, 8, 48, (32, 64)  # the settings' defaults
 RATE = 1e-6
 SAVED_EVERY = 10  # versions: `checkpoint.every`
 COMPUTE = ("forward_s", "backward_s", "optimizer_s")
@@ -165,26 +164,28 @@ def _arrays(folder: Path, sampled: Sampled) -> Path:
 
 def _tell(result: Result, steps: Mapping[str, Sequence[Mapping[str, Any]]], tokens: int) -> None:
     ours, bare = steps["ours"], steps["bare"]
-    computed = [sum(one[name] for name in COMPUTE) for one in ours]
-    whole = [one["step_s"] - one["saving_s"] * (1 - 1 / SAVED_EVERY) for one in ours]
-    beside = [(step - inside - one["probe_s"]) / (step - one["probe_s"])
-              for step, inside, one in zip(whole, computed, ours, strict=True)]  # fmt: skip
-    compute = [one["compute_s"] for one in ours]
+
+    def of(name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return np.array([one[name] for one in ours], np.float64)
+
+    computed, probe, saving = sum(of(name) for name in COMPUTE), of("probe_s"), of("saving_s") / SAVED_EVERY
+    path = of("fetching_s") + of("compute_s") + of("publishing_s") + of("committing_s")
+    behind = of("step_s") - of("saving_s") - path  # the publication, and the little until a turn begins
+    step, most = path + saving, path + saving + behind
     for name, values in {
-        "forward": [one["forward_s"] for one in ours], "backward": [one["backward_s"] for one in ours],
-        "optimizer": [one["optimizer_s"] for one in ours], "rounding": [one["rounding_s"] for one in ours],
-        "probe": [one["probe_s"] for one in ours],
-        "rest of the step": [all_ - inside - one["rounding_s"] - one["probe_s"]
-                             for all_, inside, one in zip(compute, computed, ours, strict=True)],
-        "reading, comparing, hashing, committing, publishing": [one["step_s"] - one["saving_s"] - all_
-                                                                for one, all_ in zip(ours, compute, strict=True)],
-        "checkpoint, once in ten steps": [one["saving_s"] for one in ours],
+        "forward": of("forward_s"), "backward": of("backward_s"), "optimizer": of("optimizer_s"),
+        "probe": probe, "rounding to what is served": of("rounding_s"), "fetching (read ahead)": of("fetching_s"),
+        "packing, weights, figures": of("compute_s") - computed - probe - of("rounding_s"),
+        "comparing with what was published": of("publishing_s"), "hashing and committing": of("committing_s"),
+        "a tenth of a checkpoint": saving, "publication, behind the next step": behind,
     }.items():  # fmt: skip
-        result.row("time of a step of ours", name, harness.spread(values), "s")
-    result.row("share of a step", "outside forward, backward, optimizer and probe", harness.spread(beside))
-    result.row("share of a step", "probe", harness.spread(
-        [one["probe_s"] / step for one, step in zip(ours, whole, strict=True)]))  # fmt: skip
-    speeds = {"ours": [tokens / step for step in whole], "bare PyTorch loop": [tokens / one["step_s"] for one in bare]}
+        result.row("time of a step of ours", name, harness.spread(values.tolist()), "s")
+    beside = (step - computed - probe) / (step - probe)
+    result.row("share of a step", "outside forward, backward, optimizer and probe", harness.spread(beside.tolist()))
+    result.row("share of a step", "the same, had nothing overlapped",
+               harness.spread(((most - computed - probe) / (most - probe)).tolist()))  # fmt: skip
+    result.row("share of a step", "probe", harness.spread((probe / step).tolist()))
+    speeds = {"ours": (tokens / step).tolist(), "bare PyTorch loop": [tokens / one["step_s"] for one in bare]}
     for name, values in speeds.items():
         result.row("sampled tokens trained per second", name, harness.spread(values), "tokens/s")
     _ratio(result, "tokens per second, ours over bare", speeds["ours"], speeds["bare PyTorch loop"])
@@ -194,7 +195,7 @@ def _tell(result: Result, steps: Mapping[str, Sequence[Mapping[str, Any]]], toke
     result.row("peak memory", "ours", peaks["ours"], "MiB")
     result.row("peak memory", "bare PyTorch loop", peaks["bare"], "MiB")
     result.row("peak memory", "ours over bare", peaks["ours"] / peaks["bare"])
-    result.at_most("share outside forward, backward and optimizer, beside the probe", statistics.median(beside), 0.03)
+    result.at_most("share outside forward, backward and optimizer, beside the probe", float(np.median(beside)), 0.03)
 
 
 def _ratio(result: Result, measure: str, ours: Sequence[float], other: Sequence[float]) -> None:

@@ -14,18 +14,19 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from headrace.trainer import open_trainer
-from headrace.trainer.door import OpenTrainer
 
 
 class FromHeadrace(GRPOTrainer):  # type: ignore[misc]
-    source: OpenTrainer
+    source: Any  # what `open_trainer` gives
+    batch = None
 
     def _prepare_inputs(self, _: Any) -> dict[str, torch.Tensor]:
         """The next batch, in TRL's words: its prompt is the first token, and tools' tokens are context."""
+        self.publish()
         self.batch = next(self.source.batches())
         rows = {name: column.to(self.accelerator.device) for name, column in self.batch.padded().items()}
         now = {name: column[:, 1:] for name, column in rows.items()}
@@ -34,33 +35,23 @@ class FromHeadrace(GRPOTrainer):  # type: ignore[misc]
                 "tool_mask": now["sampled"].long(), "advantages": now["advantages"] * now["weights"],
                 "old_per_token_logps": now["logprobs"], "num_items_in_batch": now["sampled"].sum()}  # fmt: skip
 
-
-def rewarded(*_: Any, **__: Any) -> list[float]:
-    """TRL asks for such a function; it never calls it here."""
-    raise AssertionError("rewards come with the batch, as advantages")
-
-
-class Publish(TrainerCallback):  # type: ignore[misc]
-    def __init__(self, trainer: FromHeadrace) -> None:
-        self.trainer = trainer
-
-    def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
-        self.trainer.source.publish(self.trainer.batch.version, model.state_dict())
+    def publish(self) -> None:
+        if self.batch is not None:
+            self.source.publish(self.batch.version, self.model.state_dict())
 
 
 def train(run: str, kafka: Mapping[str, Any], versions: int, rate: float = 1e-5) -> None:
-    """From version 0 to `versions`."""
+    """From version 0 to `versions`, one optimizer step each. Rewards come with the batch: TRL's function has none."""
     with open_trainer(run, kafka) as source, tempfile.TemporaryDirectory() as folder:
-        path = source.settings.model.path
-        config = GRPOConfig(folder, max_steps=versions, learning_rate=rate, lr_scheduler_type="constant", bf16=False,
-                            temperature=source.settings.rollout.temperature, num_generations=2, save_strategy="no",
-                            per_device_train_batch_size=2, report_to="none")  # fmt: skip
+        path, temperature = source.settings.model.path, source.settings.rollout.temperature
+        config = GRPOConfig(folder, max_steps=versions, learning_rate=rate, temperature=temperature, num_generations=2,
+                            per_device_train_batch_size=2, bf16=False, save_strategy="no", report_to="none")
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        trainer = FromHeadrace(model, rewarded, args=config, processing_class=AutoTokenizer.from_pretrained(path),
+        trainer = FromHeadrace(model, lambda **_: [], args=config, processing_class=AutoTokenizer.from_pretrained(path),
                                train_dataset=Dataset.from_dict({"prompt": [""] * 2}))  # fmt: skip
         trainer.source = source
-        trainer.add_callback(Publish(trainer))
         trainer.train()
+        trainer.publish()
 
 
 if __name__ == "__main__":

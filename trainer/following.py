@@ -74,8 +74,9 @@ def follow(ranks: Ranks) -> None:
         if heard["do"] == "load":
             state.load_state({}, heard["state"])
         else:
+            groups, state.version, settings, reused = told(message)  # the count is rank 0's to keep
             try:
-                state.train_batch(*told(message))
+                state.train_batch(groups, state.version, settings, reused)
             except HeadraceError:
                 continue
 

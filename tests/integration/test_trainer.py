@@ -216,9 +216,9 @@ def test_reached_version_ends_at_once_and_a_greater_one_goes_on(run: SyntheticRu
     assert outcome(run)[:3] == before and len(outcome(run)) == 5
 
 
-def test_step_that_outlasts_the_poll_interval_loses_nothing_and_the_next_batch_is_read_meanwhile(
-    run: SyntheticRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_that_outlasts_the_poll_interval_loses_nothing(run: SyntheticRun, tmp_path: Path,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """And the next batch is read while this one trains, no more than one."""
     run.write_random_batches(3)
     run.kafka = {**run.kafka, "session.timeout.ms": 1000, "max.poll.interval.ms": 1000}
     read = {due: threading.Event() for due in range(1, 5)}
