@@ -77,7 +77,7 @@ def forecasts(model: Path, seeds: int, until: float, result: Result) -> Calibrat
     found = of_cells(cells, None)
     told(found, "small model", result)
     for share in SHARES:
-        for name, key in (("by forecast", lambda one: one.forecast), ("by lag", lambda one: float(one.lag))):
+        for name, key in (("by forecast", by_forecast), ("by lag", by_lag)):
             result.row(f"realised drift left where {share:.0%} is masked", name, left(cells, key, share),
                        "nats squared")  # fmt: skip
     result.at_least("pooled rank correlation of forecast with realised drift", found.correlation, 0.9)
@@ -110,6 +110,14 @@ def told(found: Calibration, subject: str, result: Result) -> None:
         result.row("realised over forecast", subject, found.factor)
     if found.limit is not None:
         result.row("limit that it suggests", subject, found.limit, "nats squared")
+
+
+def by_forecast(one: Cell) -> float:
+    return one.forecast
+
+
+def by_lag(one: Cell) -> float:
+    return float(one.lag)
 
 
 def left(cells: Sequence[Cell], key: Callable[[Cell], float], share: float) -> float:
@@ -148,8 +156,8 @@ def rewards(model: Path, seeds: int, until: float, limit: float, lags: Sequence[
             arms[name].append(once(lag, seed, rule="limit", drift_limit=limit, ramp_from=0.0))
         rules = settings(GROUPS, SIBLINGS, most)
         hard = cutoff(arms[drift[most]][-1])  # may be below max_lag, which settings refuse: that alone would be waste
-        by_lag = rules.staleness.model_copy(update={"hard_lag": hard})
-        arms[cut].append(World(load, rules.model_copy(update={"staleness": by_lag}), seed).run(until))
+        limits = rules.staleness.model_copy(update={"hard_lag": hard})
+        arms[cut].append(World(load, rules.model_copy(update={"staleness": limits}), seed).run(until))
     for name, runs in arms.items():
         result.row("reward at equal wall-clock", name, harness.spread([one.reward for one in runs]))
     for name, runs in arms.items():
@@ -202,15 +210,18 @@ def small(model: Path, duration: Callable[[np.random.Generator], float]) -> Load
     return Load(model, 64, TOKENS, 64, 1.0, duration, functools.partial(step, peak=PEAK))
 
 
+def fixed(lag: int, rng: np.random.Generator) -> float:
+    """All groups take as long as so many steps: with room for as many batches, that is their lag."""
+    return lag + 0.5 + 0.1 * float(rng.random())
+
+
 def pretrained(versions: int, result: Result) -> None:
     try:
         model = smollm2(home() / "models")
     except ModelError as error:
         raise CannotMeasure(str(error)) from error
     for lag in (0, 4, 16):
-        # All groups take as long as so many steps: with room for as many batches, that is their lag.
-        load = Load(model, 16, 24, 256, 1.0, lambda rng, lag=lag: lag + 0.5 + 0.1 * rng.random(),  # type: ignore[misc]
-                    functools.partial(step, peak=1e-5))  # fmt: skip
+        load = Load(model, 16, 24, 256, 1.0, functools.partial(fixed, lag), functools.partial(step, peak=1e-5))
         ran = World(load, settings(2, SIBLINGS, lag), 0).run(1e9, versions)
         told(calibrated(ran.versions, 0.0), f"SmolLM2-135M, max_lag {lag}", result)
         result.row("reward of the last version", f"SmolLM2-135M, max_lag {lag}", ran.reward)

@@ -57,7 +57,9 @@ class Drifts:
 
     def publish(self, version: Version) -> None:
         if version.rho_tokens > 0 and math.isfinite(version.rho):
-            self._rho[version.version] = self._latest = version.rho
+            # After a rollback the way from the version before it leads back over those that were given up.
+            back = sum(self._rho.get(given_up, 0.0) for given_up in range(version.parent + 1, version.version))
+            self._rho[version.version], self._latest = version.rho + back, version.rho
         for one in version.realised:
             if one.error is not None and one.error <= TELLS * one.second_moment:
                 self._measured[one.version] = version.parent, one.second_moment

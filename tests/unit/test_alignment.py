@@ -46,7 +46,7 @@ def at_temperature(factor: float) -> Callable[..., Any]:
     return lambda scores, *rest: right(torch.log_softmax(scores / factor, -1), *rest)
 
 
-PLANTED = {
+PLANTED: dict[str, dict[str, Any]] = {
     "raw: at temperature 1": dict(plant=at_temperature(1 / TEMPERATURE)),
     "at 1.25": dict(plant=at_temperature(1.25)),
     "at 0.8": dict(plant=at_temperature(0.8)),

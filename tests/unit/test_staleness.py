@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,6 +70,12 @@ def test_what_was_published_later_does_not_change_an_earlier_forecast() -> None:
     late = Drifts([version(1, 0.1), version(2, 0.1), version(3, 0.1, measured(0, 0.2, 0.01)), version(4, 0.3)])
     late.publish(version(5, 0.3, measured(0, 0.5, 0.01)))
     assert late.forecast(0, 2, 0.0) == early.forecast(0, 2, 0.0), "the target decides"
+
+
+def test_after_a_rollback_the_way_leads_back_over_what_was_given_up() -> None:
+    drifts = Drifts([version(1, 0.1), version(2, 0.2), replace(version(3, 0.05), parent=1), version(4, 0.01)])
+    assert drifts.forecast(2, 3, 0.0).drift == pytest.approx((0.2 + 0.05) ** 2)
+    assert drifts.forecast(3, 5, 0.0).drift == pytest.approx(0.02**2)
 
 
 def test_lag_decides_while_no_change_is_known() -> None:
