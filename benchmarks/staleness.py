@@ -229,7 +229,7 @@ def pretrained(versions: int, result: Result) -> None:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=5, help="of each arm (%(default)s)")
-    parser.add_argument("--time", type=float, default=60.0, help="of each arm, in training steps (%(default)g)")
+    parser.add_argument("--time", type=float, default=120.0, help="of each arm, in training steps (%(default)g)")
     parser.add_argument("--smollm2", action="store_true", help="the forecast on SmolLM2-135M instead")
     parser.add_argument("--versions", type=int, default=40, help="with --smollm2: trained at each lag (%(default)s)")
 
