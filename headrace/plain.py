@@ -39,7 +39,7 @@ _COLUMNS: Mapping[type, Mapping[str, _Unpack]] = {
     Position: {"gaps": _INT64, "crcs": _INT64},
     Manifest: {
         "segment_group": _INT32, "segment_slot": _INT32, "segment_version": _INT32, "segment_count": _INT32,
-        "segment_drift": _FLOAT32, "segment_weight": _FLOAT32,
+        "segment_drift": _FLOAT32, "segment_weight": _FLOAT32, "segment_extrapolated": _INT32,
     },
     DeadLetter: {"key": _BASE64, "value": _BASE64},  # whatever they are, they must survive the print
 }  # fmt: skip

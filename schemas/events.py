@@ -492,6 +492,7 @@ class Manifest(Chained):
     segment_weight: bytes
     reused: tuple[Reuse, ...] = ()
     settings_digest: bytes | None = None  # of the record at `settings_offset`, whose alteration shows so
+    segment_extrapolated: bytes = b""  # int32: versions on the segment's way whose change wasn't published yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -549,6 +550,39 @@ class SettingsChanged(Authored):
 
 
 @dataclass(frozen=True, slots=True)
+class RealisedDrift:
+    """What `version` sampled of a batch, against the served weights of the batch's target: log-ratios over its model
+    tokens, in nats (squared), clamped at +-20."""
+
+    version: int
+    tokens: int
+    episodes: int
+    second_moment: Finite  # of |log-ratio| winsorised at 1
+    error: Finite | None  # its standard error, clustered by episode; null: one episode
+    raw: Finite  # the second moment as it is
+    k3: Finite  # mean of ratio - 1 - log-ratio, both of target over behaviour
+    max: Finite  # largest |log-ratio|
+    beyond: Finite  # share of tokens that are winsorised
+    estimated: Finite | None  # mean over the tokens of what the manifest forecast; null: it knew nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """What an engine's log-probabilities mean, by the trainer's own ones for tokens that the target itself sampled, so
+    that no drift is in them. `kind`: `aligned`, `noise`, `meaning` (explained by `what`) or `biased`. Nats
+    (squared)."""
+
+    kind: str
+    what: str
+    tokens: int
+    mismatch: Finite  # second moment of engine minus trainer, winsorised at 1
+    left: Finite  # what of it `what` leaves
+    mean: Finite  # of engine minus trainer
+    error: Finite | None  # its standard error, clustered by episode; null: one episode
+    bias: Finite  # mean weight minus 1, after the correction: what of the bias is left
+
+
+@dataclass(frozen=True, slots=True)
 class Version(Authored):
     """A committed version. Version 0 has neither batch nor parent (-1)."""
 
@@ -560,13 +594,16 @@ class Version(Authored):
     hash_algorithm: str
     served_hash: bytes
     train_hash: bytes
-    rho: Finite  # RMS change of log-probability from the served weights of the version before, nats
+    rho: Finite  # RMS change of log-probability from the served weights of the version before, nats; noise removed
     rho_tokens: int
     groups: tuple[GroupCount, ...]
     metrics: dict[str, float]
     fingerprint: str  # JSON
     committed_ms: int
     reused: tuple[GroupCount, ...] = ()  # by the group beside which the success was used; in no other account
+    rho_noise: Finite = 0.0  # RMS difference of two equivalent forwards on the probe, nats: what was removed
+    realised: tuple[RealisedDrift, ...] = ()  # of its batch, by the version that sampled, ascending
+    alignment: Alignment | None = None  # null: its batch had no episode of its target version alone
 
 
 @dataclass(frozen=True, slots=True)

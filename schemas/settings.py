@@ -56,8 +56,25 @@ class ModelSettings(Section):
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="dtype of the forward in engine and trainer alike"
     )
+    head_dtype: Literal["compute", "float32"] = Field(
+        "compute", description="of the logits' product in engine and trainer alike: `compute_dtype`, or wider"
+    )
+    quantisation: Literal["none", "int8", "fp8"] = Field(
+        "none", description="grid to which the engine's linear weights are rounded (hf: fake-quantised; openai: as the "
+        "server was started)"
+    )
+    train_quantised: bool = Field(False, description="the trainer's forward computes on that grid too; gradients pass "
+                                                     "straight through to the masters")  # fmt: skip
     max_length: Positive = Field(2048, description="prompt and completion together, tokens")
     lora: LoraSettings | None = Field(None, description="train a LoRA adapter (engine `hf`); none: all weights")
+
+    @model_validator(mode="after")
+    def _there_is_a_grid(self) -> ModelSettings:
+        if self.train_quantised and self.quantisation == "none":
+            raise ValueError("train_quantised needs `quantisation`: which grid the engine computes on")
+        if self.lora is not None and self.quantisation != "none":
+            raise ValueError("`quantisation` is for runs that train all weights: set lora or quantisation, not both")
+        return self
 
 
 class TaskSettings(Section):
@@ -136,6 +153,12 @@ class StalenessSettings(Section):
     drift_limit: PositiveFloat = Field(0.04, description="nats squared over the floor; beyond it a token gets weight 0")
     floor: Annotated[float, Field(ge=0)] = Field(0.0, description="drift between equal weights: engine against trainer")
     ramp_from: Annotated[float, Field(ge=0)] = Field(0.01, description="full weight up to here over the floor")
+    rule: Literal["ramp", "limit"] = Field("ramp", description="how weights fall: linearly from `ramp_from`, or all at "
+                                                               "`drift_limit`")  # fmt: skip
+    on_stale: Literal["mask", "wait", "drop"] = Field(
+        "mask", description="beyond a limit: `mask` tokens; `wait` with the next batch for open groups that it would "
+        "push beyond; `drop` the episode, baseline too"
+    )
     apply: Literal["auto", "always", "never"] = Field("auto", description="`auto`: recorded, and used only by trainers "
                                                                           "without exact ratios")  # fmt: skip
 

@@ -10,8 +10,8 @@ below `min_last_groups`, is left over for good.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from headrace.schemas.settings import RunSettings
 
 from .reuse import Reusing
 from .slots import ACCOUNT_CANDIDATE
-from .staleness import Staleness, assess
+from .staleness import Drifts, Staleness, assess, dropped, pushed_out
 
 Entry = tuple[Manifest | Disposed, bytes]  # a record of `batches` and its bytes
 
@@ -55,7 +55,7 @@ class Batching:
         self.reusing = Reusing()
         self._chain = Chain()
         self._sizes: dict[int, int] = {}  # groups of each batch whose version is not yet published
-        self._rho: dict[int, float] = {}
+        self._drifts = Drifts()
         self._decided: set[str] = set()  # groups that `batches` names and whose closure is still to be read
         self._marks: dict[int, int] = {}  # positions of the newest manifest
         self._closures = self._solved = self._judged = 0  # since then
@@ -76,8 +76,7 @@ class Batching:
 
     def version(self, version: Version) -> None:
         self.committed = max(self.committed, version.version)
-        if version.rho_tokens > 0 and math.isfinite(version.rho):
-            self._rho[version.version] = version.rho
+        self._drifts.publish(version)
 
     def closed(self, candidate: Candidate, settings: RunSettings) -> None:
         """The closure of a group that the coordinator opened for training."""
@@ -104,12 +103,16 @@ class Batching:
 
     # ------------------------------------------------------------------------------------------------- decisions
 
-    def decide(self, settings: RunSettings, settings_at: tuple[int, bytes], now_ms: int, *, last: bool) -> list[Entry]:
+    def decide(self, settings: RunSettings, settings_at: tuple[int, bytes], now_ms: int, *, last: bool,
+               open_since: Sequence[int] = ()) -> list[Entry]:  # fmt: skip
         """Manifests and dispositions that are due. `last`: nothing is open and no task is left, so a short batch is
-        due too. Raises TooUniform, or NoProgress where infrastructure fails, after `give_up_after` closures."""
+        due too. `open_since`: of each group that is open for training, the oldest version that may have sampled it.
+        Raises TooUniform, or NoProgress where infrastructure fails, after `give_up_after` closures."""
         out: list[Entry] = []
         while self.candidates and self.batch < self.committed + 1 + settings.batch.max_ahead:
             target = self.batch
+            if settings.staleness.on_stale == "wait":  # what the next batch couldn't train any more goes into this one
+                self.candidates.sort(key=lambda one: not self._pushes(_versions(one), target, settings))
             taken: list[tuple[Candidate, list[_Segment]]] = []
             for candidate in list(self.candidates):
                 if len(taken) == settings.batch.groups:
@@ -121,6 +124,8 @@ class Batching:
                     self.candidates.remove(candidate)
                     out.append(self._dispose(candidate, Disposition.STALE, _stale(segments), target))
             if not taken or len(taken) < settings.batch.groups and not last:
+                break
+            if settings.staleness.on_stale == "wait" and self._pushes(open_since, target, settings):
                 break
             self.candidates = self.candidates[len(taken) :]
             least = settings.batch.min_last_groups
@@ -147,10 +152,16 @@ class Batching:
     def _segments(self, closure: GroupClosed, target: int, settings: RunSettings) -> list[_Segment]:
         out = []
         for fate in closure.slots:
-            for run in fate.versions if fate.counted else ():
-                staleness = assess(run.version, target, self._rho, settings.staleness)
-                out.append(_Segment(fate.slot, run.version, run.count, staleness))
+            runs = fate.versions if fate.counted else ()
+            found = [assess(run.version, target, self._drifts, settings.staleness) for run in runs]
+            if dropped([one.weight for one in found], settings.staleness):
+                found = [replace(one, weight=0.0) for one in found]
+            out += [_Segment(fate.slot, run.version, run.count, one) for run, one in zip(runs, found, strict=True)]
         return out
+
+    def _pushes(self, versions: Iterable[int], target: int, settings: RunSettings) -> bool:
+        """Whether the version that a batch for `target` makes puts any of these beyond a limit."""
+        return any(pushed_out(version, target, self._drifts, settings.staleness) for version in versions)
 
     def _manifest(self, taken: list[tuple[Candidate, list[_Segment]]], settings: RunSettings,
                   settings_at: tuple[int, bytes], now_ms: int) -> Manifest:  # fmt: skip
@@ -172,6 +183,7 @@ class Batching:
             segment_weight=pack_float32(np.array([one.staleness.weight for _, one in rows], np.float32)),
             reused=self.reusing.choose(settings.reuse, self.batch, {c.closure.group for c, _ in taken}),
             settings_digest=settings_at[1],
+            segment_extrapolated=ints(one.staleness.extrapolated for _, one in rows),
         )  # fmt: skip
 
     def _give_up(self, settings: RunSettings) -> NoProgress:
@@ -184,6 +196,10 @@ class Batching:
         return TooUniform(f"{said}: the tasks are too {how} for this policy ({rate:.1%} of {self._judged} episodes "
                           f"solved), so siblings' rewards are equal; take {what}, or raise batch.max_groups_per_batch "
                           f"(now {settings.batch.give_up_after})")  # fmt: skip
+
+
+def _versions(candidate: Candidate) -> set[int]:
+    return {run.version for fate in candidate.closure.slots if fate.counted for run in fate.versions}
 
 
 def _reference(candidate: Candidate, segments: list[_Segment]) -> GroupRef:

@@ -211,7 +211,8 @@ class Coordinator:
         for ended in self.leasing.due():
             decision.tasks.append(ended)
             decision.trajectories += self.leasing.lease_ended(ended)
-        decision.batches = self.batching.decide(self.settings, self._settings_at, now_ms, last=self.exhausted)
+        decision.batches = self.batching.decide(self.settings, self._settings_at, now_ms, last=self.exhausted,
+                                                open_since=self.leasing.oldest_versions(Purpose.TRAIN))  # fmt: skip
         if self.published >= 0:
             self._lease_waiting(decision)
             self._answer(decision)

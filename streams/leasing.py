@@ -119,6 +119,10 @@ class Leasing:
     def open_groups(self, purpose: Purpose) -> int:
         return sum(group.opening.purpose == purpose for group in self.groups.values())
 
+    def oldest_versions(self, purpose: Purpose) -> list[int]:
+        """Of each open group: the oldest version that may have sampled its tokens."""
+        return [group.opening.min_version for group in self.groups.values() if group.opening.purpose == purpose]
+
     @property
     def free(self) -> int:
         """Slots that could be leased unasked."""

@@ -43,6 +43,7 @@ class Episode:
     `counted` episodes form the baseline and are trained on; the others (infra failures, surplus reserves) are left out
     of everything. `reward` may be None only where `counted` is False. `branches` are further strands, each with the
     whole context that it continues as its prompt; a sampled token stands in the tokens of exactly one strand.
+    `dropped`: it isn't counted because it is stale.
     """
 
     slot: int
@@ -56,6 +57,7 @@ class Episode:
     counted: bool
     temperature: float
     branches: tuple[Strand, ...] = ()
+    dropped: bool = False
 
     @property
     def strands(self) -> tuple[Episode | Strand, ...]:

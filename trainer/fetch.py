@@ -29,6 +29,7 @@ from headrace.schemas.settings import StalenessSettings
 from headrace.schemas.topics import GROUPS, SAMPLES, RunTopics
 from headrace.streams.log.blobs import fetched
 from headrace.streams.log.reader import Reader, Record
+from headrace.streams.staleness import Drifts, assess, dropped
 
 from .batches import Episode, Group, Strand
 from .layout import laid_out
@@ -51,8 +52,10 @@ class Batch:
     lag_max: int
 
 
-def fetch_batch(reader: Reader, topics: RunTopics, record: Record, staleness: StalenessSettings) -> Batch:
-    """Everything that the manifest in `record` names. Raises InvalidRecord naming the record that isn't what another
+def fetch_batch(reader: Reader, topics: RunTopics, record: Record, staleness: StalenessSettings,
+                drifts: Drifts | None = None) -> Batch:  # fmt: skip
+    """Everything that the manifest in `record` names. `drifts`: what has been published up to its target, by which its
+    limits are checked again. Raises InvalidRecord naming the record that isn't what another
     one vouches for, DataLossError where one is no longer retained, BlobError where a blob isn't."""
     manifest = expect(record, Manifest)
     payloads = _payloads(reader, topics, manifest.groups, f"manifest {manifest.batch}")
@@ -62,7 +65,7 @@ def fetch_batch(reader: Reader, topics: RunTopics, record: Record, staleness: St
         ref = manifest.groups[index]
         try:
             episodes = tuple(
-                _episode(episode, manifest.target, segments.get((index, episode.slot), []), staleness)
+                _episode(episode, manifest.target, segments.get((index, episode.slot), []), staleness, drifts)
                 for episode in payload.episodes
             )
         except InvalidRecord as error:
@@ -163,8 +166,9 @@ def _segments(manifest: Manifest, record: Record) -> dict[tuple[int, int], list[
 
 
 def _episode(
-    recorded: PayloadEpisode, target: int, segments: Sequence[_Segment], staleness: StalenessSettings
-) -> Episode:
+    recorded: PayloadEpisode, target: int, segments: Sequence[_Segment], staleness: StalenessSettings,
+    drifts: Drifts | None,
+) -> Episode:  # fmt: skip
     episode = laid_out(recorded)
     if episode.reward is None:
         raise InvalidRecord(f"slot {recorded.slot} counts without a reward")
@@ -173,9 +177,10 @@ def _episode(
         tokens = int(episode.column("mask").sum())
         raise InvalidRecord(f"slot {recorded.slot}: its segments don't cover its {tokens} model tokens")
     counts = [int(strand.mask.sum()) for strand in episode.strands]
-    head, *rest = np.split(_token_weights(target, segments, staleness), np.cumsum(counts)[:-1])
+    head, *rest = np.split(_token_weights(target, segments, staleness, drifts), np.cumsum(counts)[:-1])
     branches = tuple(_weighed(strand, own) for strand, own in zip(episode.branches, rest, strict=True))
-    return replace(_weighed(episode, head), branches=branches)
+    gone = bool(segments) and dropped([weight for _, _, weight in segments], staleness)
+    return replace(_weighed(episode, head), branches=branches, counted=episode.counted and not gone, dropped=gone)
 
 
 def _weighed(strand: Laid, own: NDArray[np.float32]) -> Laid:
@@ -186,13 +191,14 @@ def _weighed(strand: Laid, own: NDArray[np.float32]) -> Laid:
 
 
 def _token_weights(
-    target: int, segments: Sequence[_Segment], staleness: StalenessSettings
+    target: int, segments: Sequence[_Segment], staleness: StalenessSettings, drifts: Drifts | None
 ) -> NDArray[np.float32]:
     """Recorded weights, float32 [model tokens]. A weight of 0 always masks; others act only with `apply = always`,
-    since the loss has exact ratios and a forecast beside them would count the same drift twice."""
+    since the loss has exact ratios and a forecast beside them would count the same drift twice. The limits hold at use
+    too, with all that has been published since the manifest was decided: what is beyond one then is masked."""
     kept = []
     for version, _, weight in segments:
-        if target - version > staleness.hard_lag:
-            weight = 0.0  # the limit holds at use, whatever was decided before
+        if assess(version, target, drifts or Drifts(), staleness).weight <= 0:
+            weight = 0.0
         kept.append(weight if staleness.apply == "always" or weight <= 0 else 1.0)
     return np.repeat(np.array(kept, np.float32), [count for _, count, _ in segments])

@@ -82,7 +82,9 @@ def follow(ranks: Ranks) -> None:
 
 
 def _state(model: ModelSettings, recompute: bool, ranks: Ranks) -> TrainState:
-    return TrainState(model.path, model.dtype, model.compute_dtype, lora=model.lora, recompute=recompute, ranks=ranks)
+    return TrainState(model.path, model.dtype, model.compute_dtype, head_dtype=model.head_dtype,
+                      quantisation=model.quantisation if model.train_quantised else "none", lora=model.lora,
+                      recompute=recompute, ranks=ranks)  # fmt: skip
 
 
 def _word(what: str, tensors: Mapping[str, NDArray[Any]] | None = None, **said: Any) -> bytes:

@@ -19,6 +19,7 @@ from headrace.schemas.settings import RunSettings, StalenessSettings
 from headrace.schemas.topics import BATCHES, RunTopics
 from headrace.streams.log.policy import Opened, Schemas
 from headrace.streams.log.reader import Reader, Record, beginning_offsets
+from headrace.streams.staleness import Drifts
 
 from .fetch import Batch, expect, fetch_batch
 from .publish import PolicyHead, read_policy
@@ -33,7 +34,8 @@ class Inbox:
 
     def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, opened: Opened, head: PolicyHead) -> None:
         self._kafka, self._topics, self._opened = kafka, topics, opened
-        self._settings = head.settings
+        self._settings, self._versions = head.settings, head.versions
+        self._drifts, self._told = Drifts(), -1
         batches = topics.name(BATCHES)
         newest = head.versions.get(head.committed)
         at = newest.batch_offset + 1 if newest and newest.version else beginning_offsets(kafka, batches)[0]
@@ -69,7 +71,18 @@ class Inbox:
         if manifest.settings_offset not in self._settings:
             raise InvalidRecord(f"it was decided under settings at policy offset {manifest.settings_offset}, where "
                                 "there are none", record.topic, record.partition, record.offset)  # fmt: skip
-        return fetch_batch(self._reader, self._topics, record, staleness or self.settings(manifest).staleness)
+        return fetch_batch(self._reader, self._topics, record, staleness or self.settings(manifest).staleness,
+                           self._drifts_at(manifest.target))  # fmt: skip
+
+    def _drifts_at(self, target: int) -> Drifts:
+        """What had been published once `target` was committed, whatever has been since."""
+        if target < self._told:
+            self._drifts, self._told = Drifts(), -1
+        for number in range(self._told + 1, target + 1):
+            if number in self._versions:
+                self._drifts.publish(self._versions[number])
+        self._told = target
+        return self._drifts
 
     def settings(self, manifest: Manifest) -> RunSettings:
         """Those under which a manifest that was fetched was decided."""

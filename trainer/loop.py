@@ -32,6 +32,7 @@ from .ahead import Ahead, Taken
 from .background import Background
 from .checkpoint import Checkpoints, train_hash
 from .combinations import idle
+from .drift import beside_estimated
 from .fetch import Batch
 from .following import Led, follow
 from .inbox import Inbox
@@ -197,6 +198,8 @@ class Trainer:
             except (NonFiniteLogprob, NonFiniteGradient) as error:
                 log.error("batch %d was refused: %s", batch.manifest.batch, error)
                 raise
+        if report.alignment is not None and not report.alignment.good:
+            log.warning("batch %d: %s", batch.manifest.batch, report.alignment)
         with self._timed("publishing"):
             self._background.settled()
             changes, served_hash = self._publisher.compare(self._served())
@@ -229,7 +232,9 @@ class Trainer:
                 **link, version=report.version, parent=manifest.target, batch=manifest.batch, batch_offset=batch.offset,
                 batch_digest=batch.digest, hash_algorithm=delta.HASH_ALGORITHM, served_hash=served_hash,
                 train_hash=own_hash, rho=report.rho, rho_tokens=report.probe_tokens, groups=counts, metrics=metrics,
-                fingerprint=fingerprint, committed_ms=_now_ms(), reused=reused,
+                fingerprint=fingerprint, committed_ms=_now_ms(), reused=reused, rho_noise=report.rho_noise,
+                realised=beside_estimated(report.lags, manifest),
+                alignment=None if report.alignment is None else report.alignment.record(),
             )  # fmt: skip
             return made
 

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .alignment import Verdict
 from .batches import Group, counted
+from .drift import LagStatistics, lag_statistics
 from .mismatch import effective_share, mismatch
 from .reductions import Tokens
 from .reused import ReusedCounts
@@ -17,23 +19,12 @@ from .reused import ReusedCounts
 
 @dataclass(frozen=True, slots=True)
 class GroupCounts:
-    """Model tokens of one group's counted episodes: trained, and masked by rule ("stale": staleness weight 0; "ratio":
-    correction weight 0; and those of the rejections that are set)."""
+    """Model tokens of one group's episodes: trained, and masked by rule ("stale": staleness weight 0, episodes dropped
+    for it too; "ratio": correction weight 0; and those of the rejections that are set)."""
 
     group_id: str
     trained: int
     masked: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class LagStatistics:
-    """Log-ratio (served weights of the target version over behaviour, nats) of the tokens that one version sampled."""
-
-    version: int
-    tokens: int
-    mean_abs: float
-    max_abs: float
-    second_moment: float  # of |log-ratio| winsorised at 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +37,7 @@ class StepReport:
     groups: tuple[GroupCounts, ...]
     lags: tuple[LagStatistics, ...]  # by behaviour version, ascending
     ess: float  # effective sample size of the correction's weights, as a share of the trained tokens
-    rho: float  # RMS change of log-probability, nats, from the version before to this one, on the probe
+    rho: float  # RMS change of log-probability, nats, from the version before to this one, on the probe; noise removed
     probe_tokens: int  # how many model tokens rho rests on
     row_tokens: int  # tokens that went through the forward pass
     seconds: dict[str, float]  # forward, backward, optimizer (clipping too), rounding to what is served, probe
@@ -54,6 +45,8 @@ class StepReport:
     optimizer_steps: int = 1  # inside this version
     clipped: float = 0.0  # share of the tokens scored that the objective's clip held back, over all optimizer steps
     penalty: float = 0.0  # mean KL estimate per token before its coefficient, over all optimizer steps
+    rho_noise: float = 0.0  # RMS difference of two equivalent forwards on the probe, nats
+    alignment: Verdict | None = None  # of the engine; None: no episode was sampled by the target version alone
     figures: dict[str, float] = field(default_factory=dict)  # of the mismatch: ratio_mean, kl_k3, chi2, weight_mean
 
 
@@ -98,18 +91,13 @@ def group_counts(groups: Sequence[Group], scored: Scored) -> tuple[GroupCounts, 
     for index, group in enumerate(groups):
         own = group_of == index
         masked = {rule: int((own & out).sum()) for rule, out in own_rule.items()}
+        masked["stale"] += sum(int(one.column("mask").sum()) for one in group.episodes if one.dropped)
         counts.append(GroupCounts(group.group_id, int((own & left).sum()), masked))
     return tuple(counts)
 
 
-def lag_statistics(scored: Scored) -> tuple[LagStatistics, ...]:
-    statistics = []
-    for version in np.unique(scored.versions):
-        own = np.abs(scored.log_ratio[(scored.versions == version) & np.isfinite(scored.log_ratio)])
-        if len(own):
-            second = float(np.mean(np.minimum(own, 1.0) ** 2))
-            statistics.append(LagStatistics(int(version), len(own), float(own.mean()), float(own.max()), second))
-    return tuple(statistics)
+def lags_of(scored: Scored) -> tuple[LagStatistics, ...]:
+    return lag_statistics(scored.log_ratio, scored.versions, scored.episode)
 
 
 def effective(scored: Scored) -> float:

@@ -21,17 +21,20 @@ from numpy.typing import NDArray
 
 from headrace.schemas.adapter import inject
 from headrace.schemas.errors import CheckpointError, InvalidRecord, NonFiniteGradient
+from headrace.schemas.forward import fake_quantised, quantised_names, widen_head
 from headrace.schemas.settings import LoraSettings
 
 from . import corrections
+from .alignment import QUIET, STATED, Verdict, meanings, verdict
 from .batches import Group, MicroBatch, counted, pack
+from .drift import SHIFT, change, probe_of
 from .gathered import gathered, joined, own_rows
 from .losses import clipped, token_losses, token_shares
 from .model import load_model, recompute_activations
 from .penalties import penalty
 from .ranks import ALONE, Ranks
-from .reductions import Tokens
-from .report import Scored, StepReport, effective, figures, group_counts, lag_statistics
+from .reductions import CLAMP, Tokens
+from .report import Scored, StepReport, effective, figures, group_counts, lags_of
 from .reused import Reused, ReusedCounts
 from .reused import share as reused_share
 from .reused import term as reused_term
@@ -41,6 +44,8 @@ from .weighing import StepSettings as StepSettings
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16, torch.float32: torch.uint32}
+
+ALIGNED_TOKENS = 192  # row tokens whose logits are compared, each a whole vocabulary of numbers
 
 CHECKPOINT_FORMAT = "headrace-train-state-1"
 
@@ -60,10 +65,11 @@ class TrainState:
     """Float32 masters, AdamW moments, and the model that computes with the served weights.
 
     `dtype` is the published one (bfloat16 | float16 | float32), `compute_dtype` that of the forward pass, in which
-    served weights are exactly representable. Tied tensors are one parameter, named as `named_parameters()` names it.
-    With `lora` only the adapter is trained and served. `recompute`: activations are computed again in the backward
-    pass. Where `ranks` are several, each holds a part of every tensor, makes every call beside the others, and rank 0
-    has what is served and saved in whole.
+    served weights are exactly representable; `head_dtype` (compute | float32) that of its head. `quantisation` (none |
+    int8 | fp8): the forward computes with served weights rounded to that grid. Tied tensors are one parameter, named as
+    `named_parameters()` names it. With `lora` only the adapter is trained and served. `recompute`: activations are
+    computed again in the backward pass. Where `ranks` are several, each holds a part of every tensor, makes every call
+    beside the others, and rank 0 has what is served and saved in whole.
     """
 
     def __init__(
@@ -73,11 +79,14 @@ class TrainState:
         compute_dtype: str = "float32",
         version: int = 0,
         *,
+        head_dtype: str = "compute",
+        quantisation: str = "none",
         lora: LoraSettings | None = None,
         recompute: bool = False,
         ranks: Ranks = ALONE,
     ) -> None:
         self.version = version
+        self._grid, self._head_dtype = quantisation, head_dtype
         self.optimizer_steps = 0
         self._dtype, self._device, self._ranks = dtype, ranks.device, ranks
         self._model_path, self._reference = model_path, None
@@ -94,6 +103,10 @@ class TrainState:
         self._masters = {name: ranks.part(p.detach()).to(self._device, copy=True) for name, p in trained.items()}
         self._served = {name: master.to("cpu", DTYPES[dtype], copy=True) for name, master in self._masters.items()}
         self._model = model.to(device=self._device, dtype=getattr(torch, compute_dtype))
+        if head_dtype == "float32":
+            widen_head(self._model)
+        self._on_grid = frozenset[str]() if quantisation == "none" else quantised_names(self._model)
+        self._rotary = any(name.endswith("rotary_emb") for name, _ in self._model.named_modules())
         if recompute:
             recompute_activations(self._model)
         ranks.shard(self._model)
@@ -129,6 +142,8 @@ class TrainState:
         steps = self.optimizer_steps
         passes, norms, reuses = [], [], []
         try:
+            with self._timed("probe"):
+                alignment = self._alignment(groups, settings)
             begun = self._begin(groups, settings)
             for _ in range(settings.epochs):
                 for at, part in parts:
@@ -152,7 +167,7 @@ class TrainState:
         self._collect()
         scored = begun.scored or Scored.joined([one.scored for one in passes[: len(parts)]])
         with self._timed("probe"):
-            rho, probe_tokens = self._rho(groups, scored, settings)
+            rho, noise, probe_tokens = self._rho(groups, scored, settings)
         rewards = [episode.reward for _, episode in counted(groups) if episode.reward is not None]
         tokens = max(1, sum(len(one.scored.current) for one in passes))
         return StepReport(
@@ -162,9 +177,10 @@ class TrainState:
             learning_rate=rate,
             reward_mean=float(np.mean(rewards)),
             groups=group_counts(groups, scored),
-            lags=lag_statistics(scored),
+            lags=lags_of(scored),
             ess=effective(scored),
             rho=rho,
+            rho_noise=noise,
             probe_tokens=probe_tokens,
             row_tokens=sum(one.row_tokens for one in passes),
             seconds=self._seconds,
@@ -173,6 +189,7 @@ class TrainState:
             clipped=sum(one.clipped for one in passes) / tokens,
             penalty=sum(one.penalty for one in passes) / tokens,
             figures=figures(groups, scored),
+            alignment=alignment,
         )
 
     # --- the parts of a step, in order ------------------------------------------------------------------------------
@@ -280,13 +297,22 @@ class TrainState:
         """Under version 0's served weights, whose model is loaded when it is first asked for."""
         if self._reference is None:
             model = load_model(self._model_path)
-            for parameter in model.parameters():  # as they are served; buffers are computed with as they are
-                parameter.copy_(parameter.to(DTYPES[self._dtype]))
+            for name, parameter in model.named_parameters():  # as served; buffers are computed with as they are
+                parameter.copy_(self._computed(name, parameter.to(DTYPES[self._dtype])))
             self._reference = model.to(device=self._device, dtype=self._model.dtype)
+            if self._head_dtype == "float32":
+                widen_head(self._reference)
         return self._logprobs(micro, self._reference)
 
     def _logprobs(self, micro: MicroBatch, model: Any = None) -> torch.Tensor:
         """Log-probabilities [k] of a row's scored tokens at their recorded temperatures, at least float32."""
+        logits = self._logits(micro, model)
+        logits = logits / torch.from_numpy(micro.temperature).to(self._device)[:, None]
+        targets = torch.from_numpy(micro.targets).to(self._device)
+        return -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+
+    def _logits(self, micro: MicroBatch, model: Any = None) -> torch.Tensor:
+        """Of the positions that predict the scored tokens, [k, vocabulary], at least float32."""
         model = self._model if model is None else model
         segment = torch.from_numpy(micro.segment).to(self._device)
         seen = torch.from_numpy(micro.visible).to(self._device)[segment[:, None], segment].tril()
@@ -301,12 +327,8 @@ class TrainState:
             logits_to_keep=torch.from_numpy(keep).to(self._device),
             use_cache=False,
         )
-        logits = output.logits[0].index_select(0, torch.from_numpy(line).to(self._device))
-        if logits.dtype != torch.float64:
-            logits = logits.float()
-        logits = logits / torch.from_numpy(micro.temperature).to(self._device)[:, None]
-        targets = torch.from_numpy(micro.targets).to(self._device)
-        return -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        logits: torch.Tensor = output.logits[0].index_select(0, torch.from_numpy(line).to(self._device))
+        return logits if logits.dtype == torch.float64 else logits.float()
 
     def _clip(self, limit: float) -> float:
         """Move the gradients to the masters, scaled down to the norm `limit`; the norm before that."""
@@ -354,15 +376,56 @@ class TrainState:
         self._ranks.reshard(self._model)
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                self._ranks.local(parameter).copy_(self._served[name])
+                self._ranks.local(parameter).copy_(self._computed(name, self._served[name]))
+
+    def _computed(self, name: str, served: torch.Tensor) -> torch.Tensor:
+        """The values of a served tensor that the forward computes with; each row of a part is whole. Where they are
+        quantised, the gradient with respect to them is taken for the master's (straight through, arXiv:1308.3432)."""
+        return fake_quantised(served, self._grid) if name in self._on_grid else served
 
     @torch.no_grad()
-    def _rho(self, groups: Sequence[Group], scored: Scored, settings: StepSettings) -> tuple[float, int]:
-        """RMS change of log-probability that the step made, on the first row of the batch that fits `probe_tokens`."""
-        micro = next(pack(groups, settings.probe_tokens))
-        after = self._logprobs(micro).double().cpu().numpy()
-        change = after - scored.current[: len(after)]  # rows keep the batch's order, so its first tokens are the same
-        return float(np.sqrt(np.mean(change**2))), len(after)
+    def _rho(self, groups: Sequence[Group], scored: Scored, settings: StepSettings) -> tuple[float, float, int]:
+        """The change of log-probability that the step made, what of it is noise (both RMS), and the probe's tokens."""
+        probe, numbers = probe_of(groups, settings.probe_tokens)
+        after = self._columns(probe, settings.micro_batch_tokens)
+        again = self._columns(probe, 1, SHIFT if self._rotary else 0)
+        before = scored.current[np.isin(scored.episode, numbers)]  # both are in the batch's order
+        return *change(before, after, again), len(after)
+
+    @torch.no_grad()
+    def _alignment(self, groups: Sequence[Group], settings: StepSettings) -> Verdict | None:
+        """Whether the engine means the same, on episodes that the served weights sampled themselves; None: there are
+        none. The alternatives are only computed where there is something to explain."""
+        fresh = [replace(group, episodes=tuple(one for one in group.episodes if one.counted and not one.branches
+                                               and bool((one.versions[one.mask] == self.version).all())))
+                 for group in groups]  # fmt: skip
+        probe, _ = probe_of(fresh, min(settings.probe_tokens, ALIGNED_TOKENS))
+        if not probe:
+            return None
+        (micro,) = pack(probe, 1 << 30)
+        usable = np.isfinite(micro.behaviour)
+        if not usable.all():
+            return None  # refused where it matters: at the one door for bad numbers
+        own, engine = self._logprobs(micro).double().cpu().numpy(), micro.behaviour.astype(np.float64)
+        found: dict[str, NDArray[np.float64]] = {STATED: own}
+        noise = 0.0
+        if np.mean((engine - own) ** 2) > QUIET:
+            again = self._columns(probe, 1, SHIFT if self._rotary else 0)
+            noise = float(np.sqrt(np.mean((own - again) ** 2)))
+            early = replace(micro, keep=np.maximum(micro.keep - 1, 0))
+            found = meanings(*(self._logits(one).cpu() for one in (micro, early)), torch.from_numpy(micro.targets),
+                             torch.from_numpy(micro.temperature), micro.episode, engine)  # fmt: skip
+        ratio = torch.from_numpy(np.clip(own - engine, -CLAMP, CLAMP)).exp()
+        weights = corrections.weights(ratio, settings.truncate_above, settings.mask_below, settings.mask_above,
+                                      settings.truncate_below)  # fmt: skip
+        return verdict(engine, found, micro.episode, noise, weights.numpy())
+
+    @torch.no_grad()
+    def _columns(self, groups: Sequence[Group], budget: int, shift: int = 0) -> NDArray[np.float64]:
+        """Log-probabilities of all their tokens, in order, by rows of `budget` tokens whose positions begin at `shift`.
+        """
+        rows = [replace(micro, positions=micro.positions + shift) for micro in pack(groups, budget)]
+        return np.concatenate([self._logprobs(micro).double().cpu().numpy() for micro in rows])
 
     # --- what outlives a step ---------------------------------------------------------------------------------------
 
@@ -440,6 +503,8 @@ class TrainState:
         return {
             "dtype": self._dtype,
             "compute_dtype": str(self._model.dtype).removeprefix("torch."),
+            "head_dtype": self._head_dtype,
+            "quantisation": self._grid,
             "device": str(self._device),
             "ranks": str(self._ranks.size),
             "torch": torch.__version__,

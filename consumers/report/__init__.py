@@ -13,6 +13,7 @@ from typing import Any
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import EVALS
 
+from ..calibration import Calibration, calibration
 from ..facts import Fact, Failures, read_facts
 from ..figures import Figures, figures
 from ..ledger import Ledger, audit
@@ -46,6 +47,7 @@ class Report:
     state: State
     figures: Figures
     freshness: Freshness
+    calibration: Calibration
     alignment: Alignment
     reliability: Reliability
     transport: Transport
@@ -74,6 +76,7 @@ def glance(source: LogSource, settings: RunSettings, now_ms: int, facts: Sequenc
     return Report(
         run=source.run, model=settings.model.path, made_ms=now_ms,
         state=state(facts, settings, now_ms, dead_letters(source).count), figures=figures(facts),
-        freshness=freshness(facts), alignment=alignment(facts), reliability=reliability(facts),
+        freshness=freshness(facts), calibration=calibration(facts, settings.staleness.floor),
+        alignment=alignment(facts), reliability=reliability(facts),
         transport=transport(facts, settings.weights), evaluation=evaluation(scores), ledger=ledger,
     )  # fmt: skip

@@ -47,6 +47,7 @@ class BatchFreshness:
     drift_mean: float | None
     drift_max: float | None
     weight_mean: float
+    weight_min: float
     masked: float  # share of tokens that the coordinator gave weight 0
 
 
@@ -61,7 +62,7 @@ class Freshness:
     @property
     def rule_active(self) -> bool:
         """Whether any staleness weight differs from 1 by more than 2 %."""
-        return any(batch.weight_mean < 1 - INACTIVE or batch.masked > 0 for batch in self.batches)
+        return any(batch.weight_min < 1 - INACTIVE for batch in self.batches)
 
 
 def freshness(facts: Iterable[Fact[Any]]) -> Freshness:
@@ -85,7 +86,8 @@ def freshness(facts: Iterable[Fact[Any]]) -> Freshness:
         batches.append(BatchFreshness(
             event.batch, tokens, float(counts @ lag / tokens), int(lag.max()),
             float(counts[known] @ drift[known] / with_drift) if with_drift else None,
-            float(drift[known].max()) if with_drift else None, float(counts @ weight / tokens), zero / tokens,
+            float(drift[known].max()) if with_drift else None, float(counts @ weight / tokens), float(weight.min()),
+            zero / tokens,
         ))  # fmt: skip
     return Freshness(tuple(batches), quantiles(np.concatenate(drifts)) if drifts else None,
                      quantiles(np.concatenate(weights)) if weights else None, masked, stale)  # fmt: skip
@@ -105,6 +107,9 @@ class VersionAlignment:
     ess: float | None  # effective sample size of the importance weights, as a share of the tokens
     rho: float  # RMS change of log-probability by this version's step, nats
     bias: float | None  # mean importance ratio minus 1, before correction
+    bias_left: float | None  # mean weight minus 1 on the alignment's tokens, after it
+    kind: str | None  # the trainer's verdict on the engine: aligned, noise, meaning, biased; None: no fresh episode
+    what: str | None  # what the engine's log-probabilities are, where the kind is `meaning`
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,11 @@ class Alignment:
     def tokens(self) -> int:
         return sum(one.tokens for one in self.versions)
 
+    @property
+    def wrong(self) -> VersionAlignment | None:
+        """The newest version whose engine meant something else than the trainer, or leaned to one side."""
+        return next((one for one in reversed(self.versions) if one.kind in ("meaning", "biased")), None)
+
 
 def alignment(facts: Iterable[Fact[Any]]) -> Alignment:
     rows = []
@@ -125,11 +135,17 @@ def alignment(facts: Iterable[Fact[Any]]) -> Alignment:
             told = event.metrics
             rows.append(VersionAlignment(event.version, told.get("mismatch_mean"), told.get("mismatch_max"),
                                          int(told.get("mismatch_tokens", 0)), told.get("ess"), event.rho,
-                                         told["ratio_mean"] - 1 if "ratio_mean" in told else None))  # fmt: skip
+                                         told["ratio_mean"] - 1 if "ratio_mean" in told else None,
+                                         *_verdict(event)))  # fmt: skip
     known = [row for row in rows if row.mean is not None and row.tokens]
     tokens = sum(row.tokens for row in known)
     mean = sum((row.mean or 0.0) * row.tokens for row in known) / tokens if tokens else None
     return Alignment(tuple(rows), mean, max(known, key=lambda row: row.max or 0.0, default=None))
+
+
+def _verdict(event: Version) -> tuple[float | None, str | None, str | None]:
+    found = event.alignment
+    return (None, None, None) if found is None else (found.bias, found.kind, found.what)
 
 
 # ----------------------------------------------------------------------------------------- environment reliability

@@ -15,6 +15,7 @@ from headrace.schemas.outcomes import Account
 from ..ledger import Ledger
 from ..waits import shares
 from . import Report
+from .questions import Alignment
 from .words import number, seconds, share, size, spread
 
 # Above these a verdict warns. Alignment: bf16 forwards of two engines differ by some hundredths of a nat per token.
@@ -129,6 +130,7 @@ def _freshness(report: Report) -> Section:
             "stale groups", number(fresh.stale_groups), "candidates that were dropped because no token was fresh enough"
         ),
     ]
+    rows += _calibration(report)
     for upto, (episodes, trained, hidden, dropped) in lengths(report).items():
         rows.append(
             Row(
@@ -167,6 +169,26 @@ def _freshness(report: Report) -> Section:
     )
 
 
+def _calibration(report: Report) -> list[Row]:
+    found = report.calibration
+    if not found.cells:
+        return []
+    pooled = f"{number(found.correlation)}, of lag {number(found.lag_correlation)}"
+    rows = [
+        Row("forecast of drift", pooled, f"rank correlation with realised drift over {found.cells} parts of batches"),
+        Row("realised over forecast", number(found.factor), "token means, over the floor"),
+    ]
+    if found.limit is not None:
+        rows.append(
+            Row(
+                "drift limit suggested",
+                number(found.limit),
+                "staleness.drift_limit at which realised drift is about 0.04 (an RMS of 0.2 nats)",
+            )
+        )
+    return rows
+
+
 def lengths(report: Report) -> dict[int, tuple[int, float, float, float]]:
     """By upper bound: (episodes, shares of tokens that were trained, masked, dropped). Open ones count in none."""
     out: dict[int, tuple[int, float, float, float]] = {}
@@ -192,6 +214,7 @@ def _alignment(report: Report) -> Section:
     worst = found.worst
     biases = [one.bias for one in found.versions if one.bias is not None]
     ess = [one.ess for one in found.versions if one.ess is not None]
+    left = [one.bias_left for one in found.versions if one.bias_left is not None]
     rows = (
         Row(
             "mismatch",
@@ -211,6 +234,12 @@ def _alignment(report: Report) -> Section:
             "mean importance ratio minus 1, mean over versions",
         ),
         Row(
+            "bias after correction",
+            number(left[-1]) if left else "-",
+            "mean weight minus 1 on tokens of the version itself, newest version that had any",
+        ),
+        Row("meaning", _meaning(found), "what explains the difference best, newest version that had such tokens"),
+        Row(
             "effective sample size", share(min(ess)) if ess else "-", "smallest over versions, as a share of the tokens"
         ),
     )
@@ -222,6 +251,10 @@ def _alignment(report: Report) -> Section:
             None,
             rows,
         )
+    if (wrong := found.wrong) is not None:
+        what = f"the engine's log-probabilities are {wrong.what}" if wrong.kind == "meaning" else (
+            "they differ to one side, which is no rounding")  # fmt: skip
+        return Section("alignment", question, f"No: at version {wrong.version} {what}.", False, rows)
     good = found.mean < WARN_MISMATCH
     verdict = (
         f"Yes: {number(found.mean)} nats of difference per token."
@@ -230,6 +263,13 @@ def _alignment(report: Report) -> Section:
         "(model.compute_dtype)."
     )
     return Section("alignment", question, verdict, good, rows)
+
+
+def _meaning(found: Alignment) -> str:
+    newest = next((one for one in reversed(found.versions) if one.kind is not None), None)
+    if newest is None:
+        return "-"
+    return newest.what or "-" if newest.kind == "meaning" else f"as stated ({newest.kind})"
 
 
 def _reliability(report: Report) -> Section:

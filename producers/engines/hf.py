@@ -24,6 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from headrace.schemas.adapter import inject
 from headrace.schemas.errors import EngineError, ModelError
+from headrace.schemas.forward import fake_quantised, quantised_names, widen_head
 from headrace.schemas.settings import LoraSettings
 
 from . import Changes, Finished, GenerationRequest, Progress, check_request
@@ -116,15 +117,21 @@ class HfEngine:
         device: str = "cpu",
         version: int = 0,
         prefill_tokens: int = 2048,
+        head_dtype: str = "compute",
+        quantisation: str = "none",
         lora: LoraSettings | None = None,
     ) -> None:
         self._model, self._tokenizer = load_model(model_path, compute_dtype, device)
+        self._grid = quantisation
+        self._on_grid = frozenset[str]() if quantisation == "none" else quantised_names(self._model)
         self._parameters: dict[str, torch.Tensor] = dict(self._model.named_parameters())
         if lora is not None:  # the adapter is served; what it adapts is rounded as any weights are, and stays
             for parameter in self._parameters.values():
                 parameter.data.copy_(parameter.to(DTYPES[dtype]))
             self._parameters = inject(self._model, lora)
             self._model.to(device=device, dtype=getattr(torch, compute_dtype)).requires_grad_(False)
+        if head_dtype == "float32":
+            widen_head(self._model)
         self._served = {
             name: parameter.detach().to("cpu", DTYPES[dtype], copy=True).contiguous()
             for name, parameter in self._parameters.items()
@@ -134,7 +141,7 @@ class HfEngine:
             self._served.items()
         }
         for name, parameter in self._parameters.items():
-            parameter.data.copy_(self._served[name])
+            parameter.data.copy_(self._computed(name))
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
         self._slots, self._max_tokens, self._prefill_tokens = slots, max_tokens, prefill_tokens
         self._device = torch.device(device)
@@ -143,7 +150,8 @@ class HfEngine:
         self._rows: list[_Row] = []
         self._cache = _RowCache()
         self._prefix: tuple[list[int], list[torch.Tensor], list[torch.Tensor]] = ([], [], [])
-        self._facts = {"engine": "hf", "dtype": dtype, "compute_dtype": compute_dtype, "device": device}
+        self._facts = {"engine": "hf", "dtype": dtype, "compute_dtype": compute_dtype, "device": device,
+                       "head_dtype": head_dtype, "quantisation": quantisation}  # fmt: skip
 
     # --- what is served -------------------------------------------------------------------------------------------
 
@@ -172,8 +180,8 @@ class HfEngine:
         with torch.no_grad():
             for name, (positions, _) in changes.items():
                 served = self._served[name]
-                if positions is None:
-                    self._parameters[name].copy_(served)
+                if positions is None or name in self._on_grid:  # a channel's scale moves all of its weights
+                    self._parameters[name].copy_(self._computed(name))
                 else:
                     index = torch.from_numpy(positions)
                     parameter = self._parameters[name].view(-1)
@@ -181,6 +189,11 @@ class HfEngine:
                     parameter.dtype)
         self._version = version
         self._prefix = ([], [], [])  # a later request never meets another version's cached prefix
+
+    def _computed(self, name: str) -> torch.Tensor:
+        """The values of a served tensor that the forward computes with."""
+        served = self._served[name]
+        return fake_quantised(served, self._grid) if name in self._on_grid else served
 
     def fingerprint(self) -> dict[str, str]:
         return {

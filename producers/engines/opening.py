@@ -62,12 +62,15 @@ def _open(model: ModelSettings, choice: EngineChoice) -> Engine:
     own: dict[str, Any] = {"slots": choice.slots, "max_tokens": model.max_length, "dtype": model.dtype,
                            "compute_dtype": model.compute_dtype, "device": choice.device}  # fmt: skip
     if choice.kind == "vllm":
+        if (model.head_dtype, model.quantisation) != ("compute", "none"):
+            raise SettingsError("site.engine = 'vllm' computes its head in model.compute_dtype and serves published "
+                                "weights: model.head_dtype and model.quantisation are for engine 'hf'")  # fmt: skip
         from .vllm import VllmEngine
 
         return VllmEngine(model.path, **own)
     from .hf import HfEngine
 
-    return HfEngine(model.path, **own, lora=model.lora)
+    return HfEngine(model.path, **own, head_dtype=model.head_dtype, quantisation=model.quantisation, lora=model.lora)
 
 
 def open_replicas(choice: EngineChoice, folder: ModelFolder | None = None) -> list[OpenAIReplica]:

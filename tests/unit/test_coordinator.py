@@ -206,6 +206,76 @@ def test_tokens_beyond_the_hard_lag_weigh_nothing_and_a_group_of_nothing_else_is
     assert unpack_float32(manifest.segment_weight).tolist() == [1, 0]
 
 
+def test_drop_takes_an_episode_with_one_token_beyond_the_limit_out_of_the_batch() -> None:
+    sim = started(groups=1, max_lag=1, size=3, batch={"max_ahead": 0}, staleness={"hard_lag": 2, "on_stale": "drop"})
+    for _ in range(3):
+        sim.publish()
+    for held, version in zip(list(sim.held), (3, 0, 3), strict=False):
+        sim.end(held, float(version), version=version)
+    sim.coordinator.batching.batch = 3
+    sim.decide()
+    (manifest,) = sim.manifests
+    assert unpack_float32(manifest.segment_weight).tolist() == [1, 0, 1]
+
+
+def test_wait_holds_the_batch_for_an_open_group_that_it_would_push_beyond_the_limit() -> None:
+    sims = {rule: started(groups=1, max_lag=1, batch={"max_ahead": 0}, staleness={"hard_lag": 1, "on_stale": rule})
+            for rule in ("mask", "wait")}  # fmt: skip
+    for rule, sim in sims.items():
+        slow, first, second = sim.open[0], sim.open[1], None
+        sim.end_group(first)
+        sim.decide()
+        assert len(sim.manifests) == 1, "lag 0 now, lag 1 in the next batch: within the limit"
+        sim.publish()
+        sim.decide()
+        second = next(group for group in sim.open if group != slow)
+        sim.end_group(second)
+        sim.decide()
+        assert len(sim.manifests) == (2 if rule == "mask" else 1)
+        sim.restart()
+        sim.beat()
+        sim.decide()
+        assert len(sim.manifests) == (2 if rule == "mask" else 1), "also after a restart"
+        sim.end_group(slow, version=0)
+        sim.decide()
+        if rule == "wait":  # it goes first, although it was completed later
+            assert [ref.group for ref in sim.manifests[-1].groups] == [slow]
+            assert unpack_float32(sim.manifests[-1].segment_weight).tolist() == [1, 1]
+            sim.publish()
+            for group in sim.open:  # opened at version 1: it waits for them too
+                sim.end_group(group, solved=False)
+            sim.decide()
+            assert [ref.group for ref in sim.manifests[-1].groups] == [second]
+
+
+def test_wait_ends_with_the_group_that_was_waited_for_whatever_became_of_it() -> None:
+    sim = started(groups=1, max_lag=1, batch={"max_ahead": 0}, staleness={"hard_lag": 1, "on_stale": "wait"})
+    slow, first = sim.open[:2]
+    sim.end_group(first)
+    sim.decide()
+    sim.publish()
+    sim.decide()
+    sim.end_group(next(group for group in sim.open if group != slow))
+    sim.decide()
+    assert len(sim.manifests) == 1
+    sim.end_group(slow, solved=False)
+    sim.decide()
+    assert len(sim.manifests) == 2
+
+
+def test_manifest_counts_the_versions_whose_change_was_extrapolated() -> None:
+    sim = started(groups=1, max_lag=2, batch={"max_ahead": 1})
+    groups = sim.open[:3]
+    sim.publish(rho=0.02)
+    for group in groups:
+        sim.end_group(group, version=0)
+    sim.decide()
+    assert [m.target for m in sim.manifests] == [0, 1, 2]
+    assert [unpack_int32(m.segment_extrapolated).tolist() for m in sim.manifests] == [[0, 0], [0, 0], [1, 1]]
+    drifts = [unpack_float32(m.segment_drift)[0] for m in sim.manifests]
+    assert drifts == pytest.approx([0.0, 0.02**2, 0.04**2])
+
+
 def test_last_batch_is_short_when_the_tasks_are_used_up() -> None:
     sim = started(groups=2, max_lag=1, tasks={"size": 3})
     assert len(sim.open) == 3 and not sim.coordinator.finished
