@@ -62,8 +62,10 @@ class Picture:
 def token() -> Picture:
     """From the engine that samples it to the weights that it moves, and back."""
     p = Picture(880, 320, "The path of a token")
-    roles = ((10, "worker", "its engine samples:", "id, logprob, version"), (260, "assembler", "closes the group;", "an account each"),
-             (510, "coordinator", "lag, drift, weight;", "which batch"), (750, "trainer", "proves the hash,", "trains"))  # fmt: skip
+    roles = ((10, "worker", "its engine samples:", "id, logprob, version"),
+             (260, "assembler", "closes the group;", "an account each"),
+             (510, "coordinator", "lag, drift, weight;", "which batch"),
+             (750, "trainer", "proves the hash,", "trains"))  # fmt: skip
     topics = ((120, "trajectories", "Span"), (370, "samples, groups", "payload, closure"), (615, "batches", "Manifest"))
     for x, *said in roles:
         p.box(x, 20, 120 if x == 750 else 140, 70, *said)
@@ -79,8 +81,8 @@ def token() -> Picture:
     p.arrow((120, 255), (40, 255), (40, 90))
     p.text(48, 215, "proved,", colour=SOFT)
     p.text(48, 230, "applied", colour=SOFT)
-    p.text(10, 308, "Blue: processes. Sand: topics. Processes say nothing to each other but through topics, so a trained "
-           "token's path can be walked back.", colour=SOFT)  # fmt: skip
+    p.text(10, 308, "Blue: processes. Sand: topics. Processes say nothing to each other but through topics, so a "
+           "trained token's path can be walked back.", colour=SOFT)  # fmt: skip
     return p
 
 
@@ -158,8 +160,8 @@ def staleness() -> Picture:
     p.text(10, 225, "drift = floor + (rho 4 + rho 5 + rho 6 + rho 7)^2, in nats squared", bold=True)
     p.text(10, 248, "rho v: root mean square change of a token's log-probability from version v - 1 to v, on a probe,",
            colour=SOFT)  # fmt: skip
-    p.text(10, 266, "published with version v. Not published yet: the latest one stands in. None yet: lag alone decides.",
-           colour=SOFT)  # fmt: skip
+    p.text(10, 266, "published with version v. Not published yet: the latest one stands in. None yet: lag alone "
+           "decides.", colour=SOFT)  # fmt: skip
     p.text(10, 300, "Beyond staleness.hard_lag the weight is 0 whatever the drift. A token of weight 0 trains nothing,",
            colour=SOFT)  # fmt: skip
     p.text(10, 318, "and its episode stays in the group's baseline.", colour=SOFT)

@@ -6,12 +6,14 @@ classes and schemas of records, the dataclasses of figures. A test compares the 
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from headrace.schemas.waiting import Idle, Step, TrainerTime
 from headrace.settings import SiteSettings
 
 FOLDER = Path(__file__).parent / "reference"
+SETTING = ("setting", "values", "default", "changes", "meaning")
 MADE = "This page is made from `{source}` by `python -m docs.reference`."
 # Modules whose public dataclasses are figures.
 FIGURES = ("headrace.consumers.figures", "headrace.consumers.waits", "headrace.consumers.state",
@@ -72,9 +75,8 @@ def _settings() -> str:
              "*Run settings* decide what is trained and are the run's first record. *Site settings* belong to a place "
              "and are never recorded. What `headrace set` may change in a living run is marked.")  # fmt: skip
     own = [name for name, field in RunSettings.model_fields.items() if not _is_section(field.annotation)]
-    parts = [intro, "## (top of the file)", "| setting | values | default | changes | meaning |\n|---|---|---|---|---|\n"
-             "| `run` | string |  |  | run id: lower-case letters, digits, `-`, `_` |\n" + "\n".join(
-                 "| " + " | ".join(_cell(c) for c in row) + " |" for row in _setting_rows(RunSettings, "", own))]  # fmt: skip
+    run = ("`run`", "string", "required", "", "run id: lower-case letters, digits, `-`, `_`")
+    parts = [intro, "## (top of the file)", _table(SETTING, [run, *_setting_rows(RunSettings, "", own)])]
     for name, field in RunSettings.model_fields.items():
         if _is_section(section := field.annotation):
             said = inspect.cleandoc(section.__doc__ or "") if section.__doc__ else ""
@@ -105,7 +107,7 @@ def _nested(section: type[BaseModel], path: str) -> Iterator[str]:
 
 def _settings_table(section: type[BaseModel], path: str) -> str:
     names = [name for name, field in section.model_fields.items() if not _is_section(field.annotation)]
-    return _table(("setting", "values", "default", "changes", "meaning"), list(_setting_rows(section, path, names)))
+    return _table(SETTING, list(_setting_rows(section, path, names)))
 
 
 def _setting_rows(section: type[BaseModel], path: str, names: list[str]) -> Iterator[tuple[str, ...]]:
@@ -177,9 +179,9 @@ def _leaves(command: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _errors() -> str:
-    intro = ("Everything that Headrace raises on purpose, as a tree: catch a class, and what is below it is caught too. "
-             "*exit* is the command line's exit code; where *role ends* says so, a supervisor doesn't start the role "
-             "again, since the same error would come back.")  # fmt: skip
+    intro = ("Everything that Headrace raises on purpose, as a tree: catch a class, and what is below it is caught "
+             "too. *exit* is the command line's exit code; where *role ends* says so, a supervisor doesn't start the "
+             "role again, since the same error would come back.")  # fmt: skip
     rows = []
 
     def walk(kind: type, depth: int) -> None:
@@ -199,8 +201,9 @@ def _errors() -> str:
 
 
 def _records() -> str:
-    intro = ("The kinds of record on each topic, with their fields as the Avro schema of today has them. How their bytes "
-             "lie, and which rules they keep: [the wire](../wire.md). `headrace cat RUN TOPIC` shows them.")  # fmt: skip
+    intro = ("The kinds of record on each topic, with their fields as the Avro schema of today has them. How their "
+             "bytes lie, and which rules they keep: [the wire](../wire.md). `headrace cat RUN TOPIC` shows "
+             "them.")  # fmt: skip
     parts = [intro]
     shown: set[type] = set()
     for topic, kinds in events.Kinds.BY_TOPIC.items():
@@ -255,11 +258,21 @@ def _own_doc(kind: type) -> str:
     return "" if said.startswith(f"{kind.__name__}(") or said.startswith("Enum where") else inspect.cleandoc(said)
 
 
+@cache
+def _sources(module: str) -> dict[str, list[str]]:
+    """The lines of each class of a module."""
+    text = inspect.getsource(importlib.import_module(module))
+    lines = text.splitlines()
+    return {node.name: lines[node.lineno - 1 : node.end_lineno] for node in ast.parse(text).body
+            if isinstance(node, ast.ClassDef)}  # fmt: skip
+
+
+@cache
 def _comments(kind: type) -> dict[str, str]:
     """What stands behind each field or member, as a comment of its line; lines of comments before it belong to it."""
     found: dict[str, str] = {}
     before: list[str] = []
-    for line in inspect.getsource(kind).splitlines():
+    for line in _sources(kind.__module__)[kind.__name__]:
         if line.startswith("    # "):
             before.append(line.removeprefix("    # "))
             continue
@@ -277,14 +290,14 @@ def _comments(kind: type) -> dict[str, str]:
 
 
 def _figures() -> str:
-    intro = ("The figures of a run, as `headrace status`, `headrace report` and their `--json` give them. All are computed "
-             "from the log; one that the log can't support is null, never 0. Times are seconds, log-probabilities nats, "
-             "unless a name says otherwise.")  # fmt: skip
+    intro = ("The figures of a run, as `headrace status`, `headrace report` and their `--json` give them. All are "
+             "computed from the log; one that the log can't support is null, never 0. Times are seconds, "
+             "log-probabilities nats, unless a name says otherwise.")  # fmt: skip
     parts = [intro]
     for name in FIGURES:
         module = importlib.import_module(name)
         kinds = [kind for kind in vars(module).values() if dataclasses.is_dataclass(kind) and isinstance(kind, type)
-                 and kind.__module__ == name and getattr(kind, "__dataclass_params__").frozen]  # fmt: skip
+                 and kind.__module__ == name and vars(kind)["__dataclass_params__"].frozen]  # fmt: skip
         path = name.removeprefix("headrace.").replace(".", "/") + ".py"
         parts.append(f"## {path}")
         for kind in kinds:
