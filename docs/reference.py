@@ -12,7 +12,7 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -54,7 +54,7 @@ def _page(title: str, source: str, *parts: str) -> str:
     return "\n\n".join([f"# {title}", MADE.format(source=source), *parts]) + "\n"
 
 
-def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> str:
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return "\n".join([*lines, *("| " + " | ".join(_cell(one) for one in row) + " |" for row in rows)])
 
@@ -184,7 +184,7 @@ def _errors() -> str:
              "role again, since the same error would come back.")  # fmt: skip
     rows = []
 
-    def walk(kind: type, depth: int) -> None:
+    def walk(kind: type[Any], depth: int) -> None:
         said = inspect.cleandoc(kind.__doc__ or "")
         code = "2" if issubclass(kind, cli.WRONG_USE) else "1"
         ends = "yes" if issubclass(kind, roles._FINAL_ERRORS) else ""
