@@ -4,11 +4,12 @@
 #   make chaos [FAULTS=n] [SEED=s]              a run on three brokers, killed and stopped by a schedule, must end as a
 #                                               calm one (3 minutes; FAULTS=200 writes its result to benchmarks/results)
 #   make vllm                                   vLLM's CPU build, for the tests of engines (a gigabyte)
+#   make docs                                   the site of docs/, into site/: strictly, without a network
 #   make lint | bench | clean
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help vllm demo test chaos lint bench clean
+.PHONY: help vllm demo test chaos lint bench docs clean
 
 # The pins in constraints.txt were tested on 3.11; the first interpreter that is new enough is taken.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -67,10 +68,15 @@ lint: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
+docs: $(STAMP)
+	@$(BIN)/python -m docs.reference >/dev/null
+	@$(BIN)/python -m mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 bench: $(STAMP)
 	@for f in $$(grep -l '^def main' benchmarks/[!_]*.py); do m=$${f#benchmarks/}; \
 		echo "== $${m%.py}"; $(BIN)/python -m benchmarks.$${m%.py} --quick; done
 
 clean:
-	rm -rf $(VENV) .types build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .types build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
