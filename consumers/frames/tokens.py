@@ -69,11 +69,11 @@ def tokens(source: LogSource, rows: int = ROWS) -> Iterator[Any]:
                     event.check()
             except RecordError:  # also a span whose columns contradict each other: the ledger names it
                 continue
-            assert isinstance(event, Span | EpisodeEnded)
-            key = (event.group, event.slot, event.attempt, event.incarnation)
             if isinstance(event, EpisodeEnded):
-                ends.ended(key)
+                ends.ended((event.group, event.slot, event.attempt, event.incarnation))
                 continue
+            assert isinstance(event, Span)
+            key = (event.group, event.slot, event.attempt, event.incarnation)
             held.append((record.offset, ends.begin(key, event), event))
             count += event.count
             if count >= rows:
