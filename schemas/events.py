@@ -492,7 +492,7 @@ class Manifest(Chained):
     segment_weight: bytes
     reused: tuple[Reuse, ...] = ()
     settings_digest: bytes | None = None  # of the record at `settings_offset`, whose alteration shows so
-    segment_extrapolated: bytes = b""  # int32: versions on the segment's way whose change wasn't published yet
+    segment_extrapolated: bytes | None = None  # int32: versions on its way whose change wasn't published yet
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,10 +52,8 @@ class Batch:
     lag_max: int
 
 
-def fetch_batch(reader: Reader, topics: RunTopics, record: Record, staleness: StalenessSettings,
-                drifts: Drifts | None = None) -> Batch:  # fmt: skip
-    """Everything that the manifest in `record` names. `drifts`: what has been published up to its target, by which its
-    limits are checked again. Raises InvalidRecord naming the record that isn't what another
+def fetch_batch(reader: Reader, topics: RunTopics, record: Record, staleness: StalenessSettings) -> Batch:
+    """Everything that the manifest in `record` names. Raises InvalidRecord naming the record that isn't what another
     one vouches for, DataLossError where one is no longer retained, BlobError where a blob isn't."""
     manifest = expect(record, Manifest)
     payloads = _payloads(reader, topics, manifest.groups, f"manifest {manifest.batch}")
@@ -65,7 +63,7 @@ def fetch_batch(reader: Reader, topics: RunTopics, record: Record, staleness: St
         ref = manifest.groups[index]
         try:
             episodes = tuple(
-                _episode(episode, manifest.target, segments.get((index, episode.slot), []), staleness, drifts)
+                _episode(episode, manifest.target, segments.get((index, episode.slot), []), staleness)
                 for episode in payload.episodes
             )
         except InvalidRecord as error:
@@ -166,9 +164,8 @@ def _segments(manifest: Manifest, record: Record) -> dict[tuple[int, int], list[
 
 
 def _episode(
-    recorded: PayloadEpisode, target: int, segments: Sequence[_Segment], staleness: StalenessSettings,
-    drifts: Drifts | None,
-) -> Episode:  # fmt: skip
+    recorded: PayloadEpisode, target: int, segments: Sequence[_Segment], staleness: StalenessSettings
+) -> Episode:
     episode = laid_out(recorded)
     if episode.reward is None:
         raise InvalidRecord(f"slot {recorded.slot} counts without a reward")
@@ -177,7 +174,7 @@ def _episode(
         tokens = int(episode.column("mask").sum())
         raise InvalidRecord(f"slot {recorded.slot}: its segments don't cover its {tokens} model tokens")
     counts = [int(strand.mask.sum()) for strand in episode.strands]
-    head, *rest = np.split(_token_weights(target, segments, staleness, drifts), np.cumsum(counts)[:-1])
+    head, *rest = np.split(_token_weights(target, segments, staleness), np.cumsum(counts)[:-1])
     branches = tuple(_weighed(strand, own) for strand, own in zip(episode.branches, rest, strict=True))
     gone = bool(segments) and dropped([weight for _, _, weight in segments], staleness)
     return replace(_weighed(episode, head), branches=branches, counted=episode.counted and not gone, dropped=gone)
@@ -191,14 +188,31 @@ def _weighed(strand: Laid, own: NDArray[np.float32]) -> Laid:
 
 
 def _token_weights(
-    target: int, segments: Sequence[_Segment], staleness: StalenessSettings, drifts: Drifts | None
+    target: int, segments: Sequence[_Segment], staleness: StalenessSettings
 ) -> NDArray[np.float32]:
     """Recorded weights, float32 [model tokens]. A weight of 0 always masks; others act only with `apply = always`,
-    since the loss has exact ratios and a forecast beside them would count the same drift twice. The limits hold at use
-    too, with all that has been published since the manifest was decided: what is beyond one then is masked."""
+    since the loss has exact ratios and a forecast beside them would count the same drift twice."""
     kept = []
     for version, _, weight in segments:
-        if assess(version, target, drifts or Drifts(), staleness).weight <= 0:
-            weight = 0.0
+        if target - version > staleness.hard_lag:
+            weight = 0.0  # the limit holds at use, whatever was decided before
         kept.append(weight if staleness.apply == "always" or weight <= 0 else 1.0)
     return np.repeat(np.array(kept, np.float32), [count for _, count, _ in segments])
+
+
+def within_limits(groups: Sequence[Group], target: int, drifts: Drifts, staleness: StalenessSettings
+                  ) -> tuple[Group, ...]:  # fmt: skip
+    """The groups as they may be trained once `target` is committed, with all that has been published up to it: tokens
+    that are beyond a limit then are masked, whatever the manifest knew. `drifts` must hold no later version."""
+    stale = {int(version) for group in groups for one in group.episodes for version in np.unique(one.column("versions"))
+             if assess(int(version), target, drifts, staleness).weight <= 0}  # fmt: skip
+    if not stale:
+        return tuple(groups)
+
+    def masked(strand: Laid) -> Laid:
+        out = np.isin(strand.versions, list(stale)) & strand.mask
+        return replace(strand, weights=np.where(out, np.float32(0), strand.weights))
+
+    return tuple(replace(group, episodes=tuple(
+        replace(masked(one), branches=tuple(map(masked, one.branches))) for one in group.episodes))
+        for group in groups)  # fmt: skip

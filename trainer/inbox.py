@@ -21,7 +21,8 @@ from headrace.streams.log.policy import Opened, Schemas
 from headrace.streams.log.reader import Reader, Record, beginning_offsets
 from headrace.streams.staleness import Drifts
 
-from .fetch import Batch, expect, fetch_batch
+from .batches import Group
+from .fetch import Batch, expect, fetch_batch, within_limits
 from .publish import PolicyHead, read_policy
 
 log = logging.getLogger("headrace.trainer")
@@ -71,8 +72,13 @@ class Inbox:
         if manifest.settings_offset not in self._settings:
             raise InvalidRecord(f"it was decided under settings at policy offset {manifest.settings_offset}, where "
                                 "there are none", record.topic, record.partition, record.offset)  # fmt: skip
-        return fetch_batch(self._reader, self._topics, record, staleness or self.settings(manifest).staleness,
-                           self._drifts_at(manifest.target))  # fmt: skip
+        return fetch_batch(self._reader, self._topics, record, staleness or self.settings(manifest).staleness)
+
+    def groups(self, batch: Batch) -> tuple[Group, ...]:
+        """As they may be trained. Ask once its target is committed: a batch may be fetched before."""
+        manifest = batch.manifest
+        return within_limits(batch.groups, manifest.target, self._drifts_at(manifest.target),
+                             self.settings(manifest).staleness)  # fmt: skip
 
     def _drifts_at(self, target: int) -> Drifts:
         """What had been published once `target` was committed, whatever has been since."""

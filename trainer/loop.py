@@ -154,7 +154,7 @@ class Trainer:
 
     def _train(self, batch: Batch) -> StepReport:
         settings = step_settings(self._inbox.settings(batch.manifest))
-        return self._led.train_batch(batch.groups, batch.manifest.target, settings, batch.reused)
+        return self._led.train_batch(self._inbox.groups(batch), batch.manifest.target, settings, batch.reused)
 
     def _prove(self, recorded: Version, served_hash: bytes) -> None:
         own_hash = train_hash(*self._state.state_tensors())

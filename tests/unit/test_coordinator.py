@@ -271,7 +271,7 @@ def test_manifest_counts_the_versions_whose_change_was_extrapolated() -> None:
         sim.end_group(group, version=0)
     sim.decide()
     assert [m.target for m in sim.manifests] == [0, 1, 2]
-    assert [unpack_int32(m.segment_extrapolated).tolist() for m in sim.manifests] == [[0, 0], [0, 0], [1, 1]]
+    assert [unpack_int32(m.segment_extrapolated or b"").tolist() for m in sim.manifests] == [[0, 0], [0, 0], [1, 1]]
     drifts = [unpack_float32(m.segment_drift)[0] for m in sim.manifests]
     assert drifts == pytest.approx([0.0, 0.02**2, 0.04**2])
 

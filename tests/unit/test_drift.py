@@ -13,7 +13,7 @@ from headrace.schemas.settings import StalenessSettings  # noqa: E402
 from headrace.streams.staleness import Drifts  # noqa: E402
 from headrace.trainer.batches import Episode, Group  # noqa: E402
 from headrace.trainer.drift import beside_estimated, change, clustered_error, lag_statistics, probe_of  # noqa: E402
-from headrace.trainer.fetch import _episode  # noqa: E402
+from headrace.trainer.fetch import _episode, within_limits  # noqa: E402
 from headrace.trainer.report import Scored, group_counts  # noqa: E402
 from tests.synthetic_run import episode as recorded  # noqa: E402
 from tests.unit.test_staleness import version  # noqa: E402
@@ -83,11 +83,12 @@ def test_realised_stands_beside_what_the_manifest_forecast() -> None:
 SEGMENTS = [(0, 1, 1.0), (3, 2, 1.0)]  # version, tokens, recorded weight
 
 
-def fetched(segments: list[tuple[int, int, float]], drifts: Drifts | None, **rules: object) -> Episode:
+def fetched(segments: list[tuple[int, int, float]], drifts: Drifts, **rules: object) -> Episode:
     settings = StalenessSettings.model_validate({"drift_limit": 0.04} | rules)
     versions = [number for number, count, _ in segments for _ in range(count)]
     one = recorded(0, [5, 6], [7, 8, 9], [-1.0, -1.0, -1.0], versions, 1.0)
-    return _episode(one, 3, segments, settings, drifts)
+    (group,) = within_limits([Group("g", (_episode(one, 3, segments, settings),))], 3, drifts, settings)
+    return group.episodes[0]
 
 
 def test_what_was_published_since_the_manifest_masks_at_use_whatever_on_stale_says() -> None:
@@ -95,15 +96,15 @@ def test_what_was_published_since_the_manifest_masks_at_use_whatever_on_stale_sa
     for rule in ("mask", "wait", "drop"):
         found = fetched(SEGMENTS, moved, on_stale=rule)
         assert found.counted and not found.dropped and found.weights.tolist() == [0, 1, 1]
-        assert fetched(SEGMENTS, None, on_stale=rule).weights.tolist() == [1, 1, 1]
-    assert fetched(SEGMENTS, None, hard_lag=2).weights.tolist() == [0, 1, 1]
+        assert fetched(SEGMENTS, Drifts(), on_stale=rule).weights.tolist() == [1, 1, 1]
+    assert fetched(SEGMENTS, Drifts(), hard_lag=2).weights.tolist() == [0, 1, 1]
 
 
 def test_dropped_episode_leaves_the_batch_and_its_tokens_are_counted_as_masked() -> None:
     stale = [(0, 1, 0.0), (3, 2, 0.0)]  # as the coordinator writes it with `drop`: all of its segments
-    gone = fetched(stale, None, on_stale="drop")
+    gone = fetched(stale, Drifts(), on_stale="drop")
     assert gone.dropped and not gone.counted
-    masked = fetched(stale, None, on_stale="mask")
+    masked = fetched(stale, Drifts(), on_stale="mask")
     assert masked.counted and not masked.dropped and not masked.weights.any()
     ones = np.ones(4)
     scored = Scored(-ones, -ones.astype(np.float32), 0 * ones, ones.astype(np.float32), ones,
