@@ -281,7 +281,8 @@ def daemon(how: str) -> Callable[[World], Ending]:
             with Pool(backend, Size(1, 1), SPEC) as pool:
                 with Attempt(pool, budget_s=60.0, step_s=1.0) as attempt:
                     # The container ends by itself, after its step, when nobody is connected to it any more.
-                    ending = _broken_in(attempt, lambda _: proxy.stall() if how == "hangs" else proxy.close(), "sleep 3")
+                    ending = _broken_in(attempt, lambda _: proxy.stall() if how == "hangs" else proxy.close(),
+                                        "sleep 3")  # fmt: skip
                 if how == "hangs":
                     proxy.flow()
             return ending
