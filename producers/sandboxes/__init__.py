@@ -22,6 +22,7 @@ from headrace.schemas.outcomes import Limit
 # By default:
 OUTPUT_BYTES = 64 << 10  # of a step: what an agent can read at once
 DISK_BYTES = 256 << 20  # that a sandbox may write
+FILE_BYTES = 4096
 MEMORY_BYTES = 512 << 20
 PROCESSES = 256
 CPUS = 1.0
@@ -31,8 +32,9 @@ CPUS = 1.0
 class SandboxSpec:
     """What a sandbox is made of; sandboxes of equal specs are interchangeable. `base`: what the backend takes as the
     file system below what the sandbox writes, or a snapshot (None: the backend's plain one). `output_bytes`: kept of a
-    step's output. The rest is what all of its processes may have together: `disk_bytes` written, `memory_bytes`,
-    `processes` (threads count, and the few that are ours), `cpus` of one core's time."""
+    step's output. The rest is what all of its processes may have together: `disk_bytes` written (a file counts as
+    `FILE_BYTES` at least), `memory_bytes`, `processes` (threads count, and the few that are ours), `cpus` of one core's
+    time."""
 
     base: str | None = None
     output_bytes: int = OUTPUT_BYTES

@@ -33,7 +33,7 @@ from typing import Any
 from headrace.schemas.errors import DaemonLost, HeadraceError, SandboxFailed, SandboxLost
 from headrace.schemas.outcomes import Limit
 
-from . import Owner, SandboxSpec
+from . import FILE_BYTES, Owner, SandboxSpec
 from .cgroups import Group
 from .image import plain_image
 from .shell import ARGV, OUTPUT, STATUS, Ended, Silent
@@ -45,7 +45,7 @@ DAEMON_S = 20.0  # for an answer to one question; a busy daemon takes seconds to
 PING_S = 5.0
 GRACE_S = 0.5  # for what the daemon had still to pass on when a step's time was over
 LOOK_S = 0.2  # between two looks at what was written
-MOST_FILES = 100_000  # in a layer: more are as good as a full disk
+LATE_S = 600.0  # within which a snapshot that was given up may still appear
 READ_BYTES = 64 << 10
 EVENT_S = 2.0  # for the daemon to have noticed an end
 
@@ -59,7 +59,6 @@ class DockerBackend:
 
     def __init__(self, address: str | None = None, image: str | None = None) -> None:
         try:
-            import docker
             import docker.errors
         except ImportError:
             raise SandboxFailed("sandboxes of kind docker need its SDK: pip install 'headrace[docker]'") from None
@@ -67,14 +66,19 @@ class DockerBackend:
         self._not_found = docker.errors.NotFound
         self._doomed: list[str] = []  # images
         self._left: list[str] = []  # containers
+        self._late: dict[str, float] = {}  # snapshots that may still appear, and until when
         self._owner, self._machine = Owner.myself(), _machine()
         with self.asking("a connection"):
-            self.api, self._pings = (docker.APIClient(self.address, version="1.41", timeout=timeout_s, max_pool_size=64)
-                                     for timeout_s in (DAEMON_S, PING_S))  # fmt: skip
+            self.api, self._pings = self.connection(DAEMON_S), self.connection(PING_S)
             self._pings.ping()
         self._image, self._lock = image, threading.Lock()
         self._layers = _Layers()
         self.missing = self._missing()
+
+    def connection(self, timeout_s: float) -> Any:
+        import docker
+
+        return docker.APIClient(self.address, version="1.41", timeout=timeout_s, max_pool_size=64)
 
     def _missing(self) -> tuple[str, ...]:
         with self.asking("what it can limit"):
@@ -135,8 +139,20 @@ class DockerBackend:
                 self.api.remove_image(base, force=True)
             self.tidy()
 
+    def give_up(self, base: str) -> None:
+        """A snapshot that took too long: the daemon may finish it yet."""
+        self._late[base] = time.monotonic() + LATE_S
+
     def tidy(self) -> None:
-        """Images that were removed while others stood on them go with the last of those."""
+        """Images that were removed while others stood on them go with the last of those; and what came late."""
+        for base, until in list(self._late.items()):
+            with contextlib.suppress(SandboxFailed), self.asking(f"the removal of {base}"):
+                try:
+                    self.api.remove_image(base, force=True)
+                except self._not_found:
+                    if time.monotonic() < until:
+                        continue
+                self._late.pop(base, None)
         for image in reversed(list(self._doomed)):
             with contextlib.suppress(SandboxFailed), self.asking("the removal of an image"):
                 try:
@@ -159,8 +175,9 @@ class DockerBackend:
         """Remove it, now or as soon as the daemon answers again."""
         self._left.append(container)
         if self.answers():
-            while self._left:
-                self._remove(self._left.pop())
+            for _ in range(len(self._left)):
+                with contextlib.suppress(IndexError):  # another thread took the last
+                    self._remove(self._left.pop())
             self.tidy()
 
     def sweep(self) -> int:
@@ -221,14 +238,20 @@ class DockerSandbox(ShellSandbox):
             if not self.alive:
                 raise self._lost()
             labels = self._backend.labels(uuid.uuid4().hex[:12])
-            with self._backend.asking(f"a snapshot of {self.id}"):
-                self._backend.api.commit(self.container, REPOSITORY, labels[LABEL], conf={"Labels": labels})
-            return f"{REPOSITORY}:{labels[LABEL]}"
+            api, base = self._backend.connection(timeout_s), f"{REPOSITORY}:{labels[LABEL]}"
+            try:
+                with self._backend.asking(f"a snapshot of {self.id}"):
+                    api.commit(self.container, REPOSITORY, labels[LABEL], conf={"Labels": labels})
+            except DaemonLost:
+                self._backend.give_up(base)
+                raise
+            finally:
+                api.close()
+            return base
 
     def kill(self) -> None:
         self._killed = True
         self._end()
-        self._frames.shut()  # a step that runs sees its channel close, also where the daemon hangs
         with self._lock:
             self._channel.close()
             if self._group is not None:
@@ -244,6 +267,9 @@ class DockerSandbox(ShellSandbox):
         return self.beyond
 
     def _end(self) -> None:
+        # First, since the daemon removes no container whose output waits to be read; and a step that runs must see its
+        # channel close also where the daemon hangs.
+        self._frames.shut()
         self._backend.discard(self.container)
 
     def _late(self) -> Ended | None:
@@ -368,18 +394,17 @@ class _Layers:
 
 def _written(folder: Path, limit: int) -> int:
     """Bytes on disk below a folder; no further than it takes to know that they are beyond the limit."""
-    total, files, todo = 0, 0, [str(folder)]
+    total, todo = 0, [str(folder)]
     while todo:
         try:
             with os.scandir(todo.pop()) as entries:
                 for entry in entries:
                     with contextlib.suppress(OSError):
-                        total += entry.stat(follow_symlinks=False).st_blocks * 512
-                        files += 1
+                        total += max(FILE_BYTES, entry.stat(follow_symlinks=False).st_blocks * 512)
                         if entry.is_dir(follow_symlinks=False):
                             todo.append(entry.path)
-                    if total > limit or files > MOST_FILES:
-                        return limit + 1
+                    if total > limit:
+                        return total
         except OSError:
             continue
     return total

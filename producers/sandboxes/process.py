@@ -29,7 +29,7 @@ from pathlib import Path
 from headrace.schemas.errors import SandboxFailed, SandboxLost
 from headrace.schemas.outcomes import Limit
 
-from . import Owner, SandboxSpec
+from . import FILE_BYTES, Owner, SandboxSpec
 from .cgroups import Group, Groups
 from .layers import Layers
 from .shell import ARGV, OUTPUT, SETTLE_S, STATUS
@@ -39,7 +39,6 @@ from .trees import CannotEnd, below, child_of, send
 VARIABLE = "HEADRACE_SANDBOX"
 NAME = VARIABLE.encode()
 READ_BYTES = 64 << 10
-INODE_BYTES = 1024  # of disk for each file: the kernel's memory for it
 
 # Outside of it, in a mount namespace that only the sandbox will have: $1 mount point, $2 bytes, $3 files, $4 layers
 # with a colon after each, $5 base or nothing, $6 number of control groups, then their doors.
@@ -104,7 +103,7 @@ class ProcessBackend:
         # As root one more user namespace would only get in the way of the mounts; anyone else needs it for them.
         outer = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
         system = [] if base is not None else ["--ro-bind", "/usr", "/usr"]
-        return [*outer, "bash", "-c", _MOUNT, "mount", at, str(spec.disk_bytes), str(spec.disk_bytes // INODE_BYTES),
+        return [*outer, "bash", "-c", _MOUNT, "mount", at, str(spec.disk_bytes), str(spec.disk_bytes // FILE_BYTES),
                 layers, base or "", str(len(doors)), *doors,
                 "bwrap", "--unshare-all", "--unshare-user", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL",
                 "--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv",

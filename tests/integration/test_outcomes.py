@@ -2,7 +2,8 @@
 
 The hostile half is the model's making: whatever it does to its sandbox, its failure counts as its failure. (Where an
 attack worked, it writes the right answer: then the row fails as a success.) The other half is ours: it never counts.
-After every row the pool serves the next attempt.
+Rows run beside each other; afterwards the pool serves the next attempt, and nothing is
+left.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -51,7 +53,7 @@ class Hostile:
     reasons: tuple[str, ...] = ("stop",)
     scorer: Scorer = SCORER
     quick: bool = False
-    needs: str = "memory"
+    kinds: tuple[str, ...] = tuple(KINDS)
 
     def run(self, world: World) -> Ending:
         budget_s, step_s = (1.2, 0.6) if self.quick else (90.0, 30.0)
@@ -61,6 +63,7 @@ class Hostile:
             return attempt.score(self.scorer)
 
 
+Endings = Callable[["Hostile | Ours"], Ending]
 SPENT = ("budget_spent",)
 HOSTILE = [
     Hostile("leaves at once", ()),
@@ -85,16 +88,15 @@ HOSTILE = [
     Hostile("eats memory in many processes", (
         "for i in {1..9}; do head -c 90000000 /dev/zero | tail -n 1 & done; wait",)),
     Hostile("eats memory as files", ("head -c 400000000 /dev/zero > /dev/shm/file",), ("stop", "memory_exhausted")),
-    Hostile("fills the disk", ("head -c 400000000 /dev/zero > /home/agent/file",), needs="disk"),
+    Hostile("fills the disk", ("head -c 400000000 /dev/zero > /home/agent/file",)),
     Hostile("fills the disk with many files", (
-        "for i in {1..60}; do head -c 999999 /dev/zero > /tmp/$i; done; sleep 1",), ("stop", "disk_exhausted"),
-        needs="disk"),
+        "for i in {1..60}; do head -c 999999 /dev/zero > /tmp/$i; done; sleep 1",), ("stop", "disk_exhausted")),
     Hostile("fills the disk with empty files", ("seq -f /tmp/%.0f 120000 | xargs touch; sleep 1",),
-            ("stop", "disk_exhausted", "memory_exhausted"), needs="disk"),
+            ("stop", "disk_exhausted", "memory_exhausted")),
     Hostile("forks without end", (":() { : | : & }; :; sleep 9",) * 3, (*SPENT, "processes_exhausted", "step_timeout"),
-            quick=True, needs="number of processes"),
+            quick=True),
     Hostile("starts too many processes", ("for i in {1..70}; do sleep 99 & done",),
-            ("stop", *SPENT, "processes_exhausted"), quick=True, needs="number of processes"),
+            ("stop", *SPENT, "processes_exhausted"), quick=True),
     Hostile("floods its output", ("yes",) * 3, SPENT, quick=True),
     Hostile("floods its output in the background", ("yes & yes >&2 & true", "echo", RIGHT.replace("42", "41"))),
     Hostile("prints one endless line", ("head -c 30000000 /dev/zero",)),
@@ -134,14 +136,28 @@ HOSTILE = [
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def endings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+            ) -> Iterator[Endings]:  # fmt: skip
+    """Runs the rows that were asked for, several at a time: most of them wait, and none may disturb another."""
     backend = backend_of(request.param)
+    needs(backend, "memory", "number of processes", "disk")
     secret = tmp_path_factory.mktemp("host") / "secret"
     secret.write_text("of this machine\n")
+    rows: list[Hostile | Ours] = []
+    for item in request.session.items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if getattr(item, "module", None) is request.module and params.get("endings") == backend.kind:
+            rows.append(params["row"])
     with (pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as server,
-          Pool(backend, Size(8, 3, least=2, most=3), SPEC) as pool):  # fmt: skip
+          Pool(backend, Size(12, 3, least=2, most=3), SPEC) as pool):  # fmt: skip
         patch.setattr(shell, "SETTLE_S", 2.0)
-        yield World(backend, pool, secret, server.getsockname()[1])
+        patch.setattr(docker, "PING_S", 1.0)
+        world = World(backend, pool, secret, server.getsockname()[1])
+        with ThreadPoolExecutor(4) as threads:
+            ran = {row.name: threads.submit(row.run, world) for row in rows if backend.kind in row.kinds}
+            yield lambda row: ran[row.name].result()
+        served(pool)
+        assert pool.figures().in_use == 0
     assert within(10, lambda: not labelled(backend.kind))
 
 
@@ -154,9 +170,8 @@ def served(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("row", HOSTILE, ids=lambda row: row.name)
-def test_failure_of_the_model_s_making_counts_as_its_failure(world: World, row: Hostile) -> None:
-    needs(world.backend, row.needs)
-    ending = row.run(world)
+def test_failure_of_the_model_s_making_counts_as_its_failure(endings: Endings, row: Hostile) -> None:
+    ending = endings(row)
     assert ending.outcome is Outcome.MODEL_FAILURE
     assert ending.reason in row.reasons
 
@@ -171,7 +186,10 @@ class Ours:
     name: str
     breaks: Callable[[World], Ending]
     reason: str
-    kinds: tuple[str, ...] = field(default=tuple(KINDS))
+    kinds: tuple[str, ...] = tuple(KINDS)
+
+    def run(self, world: World) -> Ending:
+        return self.breaks(world)
 
 
 def killed_in_a_step(world: World) -> Ending:
@@ -199,12 +217,12 @@ def _ended(attempt: Attempt) -> Ending:
     return ending
 
 
-def _broken_in(attempt: Attempt, how: Callable[[Sandbox], None]) -> Ending:
+def _broken_in(attempt: Attempt, how: Callable[[Sandbox], None], command: str = "sleep 30") -> Ending:
     sandbox = attempt._sandbox
     assert sandbox is not None
     thread = threading.Timer(0.3, how, [sandbox])
     thread.start()
-    ending = attempt.step("sleep 30")
+    ending = attempt.step(command)
     thread.join()
     assert isinstance(ending, Ending)
     return ending
@@ -262,7 +280,9 @@ def daemon(how: str) -> Callable[[World], Ending]:
         try:
             with Pool(backend, Size(1, 1), SPEC) as pool:
                 with Attempt(pool, budget_s=60.0, step_s=1.0) as attempt:
-                    ending = _broken_in(attempt, lambda _: proxy.stall() if how == "hangs" else proxy.close())
+                    # The container ends by itself, after its step, when nobody is connected to it any more.
+                    ending = _broken_in(attempt, lambda _: proxy.stall() if how == "hangs" else proxy.close(),
+                                        "sleep 3")  # fmt: skip
                 if how == "hangs":
                     proxy.flow()
             return ending
@@ -299,16 +319,9 @@ OURS = [
 
 
 @pytest.mark.parametrize("row", OURS, ids=lambda row: row.name)
-def test_failure_of_our_making_never_counts(world: World, row: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
-    if world.backend.kind not in row.kinds:
-        return
-    monkeypatch.setattr(docker, "PING_S", 1.0)
-    ending = row.breaks(world)
+def test_failure_of_our_making_never_counts(endings: Endings, row: Ours, request: pytest.FixtureRequest) -> None:
+    if request.node.callspec.params["endings"] not in row.kinds:
+        return  # it has no daemon
+    ending = endings(row)
     assert ending.outcome is Outcome.INFRA_FAILURE
     assert ending.reason == row.reason
-
-
-def test_pool_serves_the_next_attempt_after_all_of_them(world: World) -> None:
-    for _ in range(4):
-        served(world.pool)
-    assert world.pool.figures().in_use == 0

@@ -426,8 +426,8 @@ def test_takes_at_once_with_sandboxes_killed_at_random_are_all_served_and_nothin
                     return "lost"
 
         with ThreadPoolExecutor(6) as threads:
-            results = list(threads.map(episode, range(40)))
+            results = list(threads.map(episode, range(40 if backend.kind == "process" else 15)))
         assert all(result in ("lost", f"{number}\n") for number, result in enumerate(results))
-        assert results.count("lost") < 30 < len(results)
+        assert 0 < results.count("lost") < len(results)
         assert pool.figures().in_use == 0
     assert within(10, lambda: not labelled(backend.kind))
