@@ -77,7 +77,9 @@ class Batching:
     def version(self, version: Version) -> None:
         self.committed = max(self.committed, version.version)
         if version.rho_tokens > 0 and math.isfinite(version.rho):
-            self._rho[version.version] = version.rho
+            # After a rollback the way from the version before it leads back over those that were given up.
+            back = sum(self._rho.get(given_up, 0.0) for given_up in range(version.parent + 1, version.version))
+            self._rho[version.version] = version.rho + back
 
     def closed(self, candidate: Candidate, settings: RunSettings) -> None:
         """The closure of a group that the coordinator opened for training."""

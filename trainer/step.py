@@ -69,7 +69,7 @@ class TrainState:
         self.optimizer_steps = 0
         self._dtype, self._device = dtype, torch.device(device)
         self._model_path, self._reference = model_path, None
-        model = _load_model(model_path)
+        model = load_model(model_path)
         self._masters = {name: p.detach().to(self._device, copy=True) for name, p in model.named_parameters()}
         self._served = {name: master.to("cpu", DTYPES[dtype], copy=True) for name, master in self._masters.items()}
         self._model = model.to(device=self._device, dtype=getattr(torch, compute_dtype))
@@ -240,7 +240,7 @@ class TrainState:
     def _reference_logprobs(self, micro: MicroBatch) -> torch.Tensor:
         """Under version 0's served weights, whose model is loaded when it is first asked for."""
         if self._reference is None:
-            model = _load_model(self._model_path)
+            model = load_model(self._model_path)
             for parameter in model.parameters():  # as they are served; buffers are computed with as they are
                 parameter.copy_(parameter.to(DTYPES[self._dtype]))
             self._reference = model.to(device=self._device, dtype=self._model.dtype)
@@ -322,6 +322,12 @@ class TrainState:
             views[name].flags.writeable = False
         return views
 
+    @torch.no_grad()
+    def copy_served(self, model: torch.nn.Module) -> None:
+        """Into another model of the same parameters, in the published dtype."""
+        for name, parameter in model.named_parameters():
+            parameter.copy_(self._served[name])
+
     def state_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """What a checkpoint needs: flat name -> tensor (live, not copied) and metadata, for safetensors."""
         tensors = {}
@@ -370,7 +376,8 @@ class TrainState:
         }
 
 
-def _load_model(model_path: str | Path) -> Any:
+def load_model(model_path: str | Path) -> Any:
+    """The float32 model of a folder, without dropout. Raises ModelError."""
     if not (Path(model_path) / "config.json").is_file():
         raise ModelError(f"{model_path} holds no config.json: model_path must be a Hugging Face model folder")
     transformers.utils.logging.disable_progress_bar()
