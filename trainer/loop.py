@@ -177,7 +177,7 @@ class Trainer:
         rule, newest = self._on_difference, self._history.committed
         if rule == ROLLBACK:
             self._state = self._initial()
-            self._recall()
+            base = self._recall()
         served_hash, own_hash = delta.state_hash(self._served()), train_hash(*self._state.state_tensors())
         replaces = rule == REBASE or newest > self._published
         own_fingerprint = self._fingerprint(self._settings)

@@ -57,7 +57,8 @@ class PolicyHead:
     @property
     def published(self) -> int:
         """The newest version that is published as it stands."""
-        return max((p.version for p in self.publications if p.served_hash == self.versions[p.version].served_hash),
+        return max((p.version for p in self.publications
+                    if p.version not in self.versions or p.served_hash == self.versions[p.version].served_hash),
                    default=-1)  # fmt: skip
 
 
@@ -82,16 +83,17 @@ def read_policy(kafka: Mapping[str, Any], topics: RunTopics, opened: Opened) -> 
         if (event.number, event.previous) != (head.chain.number, head.chain.previous):
             raise InvalidRecord(f"record {event.number} of the trainer doesn't follow the one before it", *where)
         head.chain = Chain.after(event, record.value or b"")
-        if isinstance(event, Version):
+        if isinstance(event, Publication):
+            head.publications.append(event)
+        elif isinstance(event, Version):
             if event.version != head.committed + 1:
                 raise InvalidRecord(f"version {event.version} where {head.committed + 1} is due", *where)
             head.history.commit(event)
-        elif event.version not in head.versions:
-            raise InvalidRecord(f"it is about version {event.version}, which was not committed before it", *where)
-        elif isinstance(event, Publication):
-            head.publications.append(event)
-        else:
+        elif {event.version, event.checkpoint} <= head.versions.keys():
             head.history.reconcile(event)
+        else:
+            raise InvalidRecord(f"it settles version {event.version} by version {event.checkpoint}, which were not "
+                                "committed before it", *where)  # fmt: skip
     return head
 
 
