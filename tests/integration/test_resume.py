@@ -14,6 +14,7 @@ import torch
 from confluent_kafka import TopicPartition
 
 from headrace.changing import change
+from headrace.cli import main
 from headrace.consumers.accounts import Accounts
 from headrace.consumers.batches import Batches
 from headrace.consumers.facts import Failures
@@ -26,7 +27,8 @@ from headrace.consumers.source import Snapshot
 from headrace.models import tiny_model
 from headrace.producers.engines.hf import HfEngine
 from headrace.producers.receiver import Receiver
-from headrace.schemas.codec import encode
+from headrace.schemas import delta
+from headrace.schemas.codec import decode, encode
 from headrace.schemas.errors import CheckpointError, DataLossError
 from headrace.schemas.events import Derived, EpisodeEnded, PayloadEpisode, Reconciled, Task, Version
 from headrace.schemas.topics import BATCHES, POLICY, SAMPLES, TRAJECTORIES
@@ -109,8 +111,6 @@ def follow(engine: HfEngine, receiver: Receiver, version: int) -> bytes:
     while engine.version < version:
         receiver.apply_ready(engine)
     receiver.close()
-    from headrace.schemas import delta
-
     return delta.state_hash(delta.as_state(engine.served_arrays(), "bfloat16"))
 
 
@@ -308,15 +308,14 @@ def delete(kafka: Kafka, topic: str, partition: int, below: int) -> None:
 
 def last_sample(run: SyntheticRun, partition: int, batch: int) -> int:
     """The last sample record of a partition that a batch needs."""
-    from headrace.schemas.codec import decode
-
     name = run.topics.name(BATCHES)
     manifest: Any = decode(list(read_range(run.kafka, name, 0, 0, end_offsets(run.kafka, name)[0]))[-6 + batch].value)
     with Reader(run.kafka) as reader:
         offsets = [ref.offset for ref in manifest.groups if ref.partition == partition]
         closures = reader.read_at(run.topics.name("groups"), partition, offsets)
     closed: Any = [decode(record.value) for record in closures.values()]
-    return max(sample.offset for one in closed for sample in one.samples)
+    needed: list[int] = [sample.offset for one in closed for sample in one.samples]
+    return max(needed)
 
 
 # ------------------------------------------------------------------------------------------------ fork and rescore
@@ -377,15 +376,13 @@ trainer_threads = 1
 def created(headrace: Command, *words: str) -> Any:
     headrace.patch.setattr("sys.argv", ["headrace", *words])
     headrace.capture.readouterr()
-    from headrace.cli import main
-
-    main_ended = 0
+    code = 0
     try:
         main()
     except SystemExit as ended:
-        main_ended = int(ended.code or 0)
+        code = int(ended.code or 0)
     out, error = headrace.capture.readouterr()
-    assert main_ended == 0, error
+    assert code == 0, error
     return json.loads(out)
 
 

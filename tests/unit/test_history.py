@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.consumers.ledger import audit
 from headrace.schemas.codec import decode
-from headrace.schemas.events import Authored, Reconciled, Version
+from headrace.schemas.events import Publication, Reconciled, Version
 from headrace.trainer.history import History, differences
 from tests.synthetic_log import SyntheticRun, synthetic_run
 
@@ -89,7 +89,7 @@ def trainers(run: SyntheticRun) -> dict[int, Version]:
     return {event.version: event for event in events if isinstance(event, Version)}
 
 
-def written(run: SyntheticRun, event: Authored) -> None:
+def written(run: SyntheticRun, event: Reconciled | Publication) -> None:
     run._put("policy", run.trainer.extend(event))
 
 
@@ -130,6 +130,6 @@ def test_rebased_version_is_published_under_its_new_hash_only() -> None:
     written(run, settled("rebase", newest, newest - 1, replaces=True, link=link))
     assert audit(run.log).failures == []
     old = next(event for record in reversed(run.log.logs["policy", 0])
-               if type(event := decode(record.value)).__name__ == "Publication")  # fmt: skip
+               if isinstance(event := decode(record.value), Publication))  # fmt: skip
     written(run, replace(old, **run.trainer.link(), chunks=()))
     assert any("under another hash" in line for line in audit(run.log).failures)
