@@ -132,7 +132,7 @@ def _counterfactual(kafka: dict[str, Any], replay: Replay, topics: RunTopics, ru
 
     def change(settings: RunSettings) -> RunSettings:
         try:
-            return changed(settings, changes, MAY_DIFFER, f"the batches of {run!r} were made under it; a "
+            return changed(settings, changes, MAY_DIFFER, f"here: the batches of {run!r} were made under it; a "
                            f"counterfactual may change {', '.join(one + '*' for one in MAY_DIFFER)}")  # fmt: skip
         except ValidationError as error:
             raise SettingsError("; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors())

@@ -389,7 +389,7 @@ COUNTERFACTUAL = ("loss.", "optimizer.", "staleness.")
 
 
 def changed(settings: RunSettings, changes: Mapping[str, Any], may: tuple[str, ...] = CHANGEABLE,
-            why: str = "it was settled when the run was created") -> RunSettings:  # fmt: skip
+            why: str = "in a run: it was settled when the run was created") -> RunSettings:  # fmt: skip
     """Run settings after a change of dotted keys, of those that `may` change. Raises ValueError (also pydantic's) that
     names the key."""
     if not isinstance(changes, Mapping):
@@ -400,6 +400,6 @@ def changed(settings: RunSettings, changes: Mapping[str, Any], may: tuple[str, .
         if not isinstance(plain.get(section), dict) or name not in plain[section]:
             raise ValueError(f"there is no run setting {key!r}")
         if not any(key == one or one.endswith(".") and key.startswith(one) for one in may):
-            raise ValueError(f"{key} can't change: {why}")
+            raise ValueError(f"{key} can't change {why}")
         plain[section][name] = value
     return RunSettings.model_validate(plain)
