@@ -19,6 +19,7 @@ from headrace.schemas.topics import BATCHES, GROUPS, POLICY
 
 from .accounts import Accounts, spread
 from .facts import ChainCheck, Fact, Failures, address, read_facts
+from .givenup import ROLLED_BACK
 from .index import Closed, ClosedSlot, Index
 from .source import LogSource
 
@@ -74,14 +75,22 @@ class Batches:
             else:
                 self._manifest(fact)
 
-    def commit(self, batch: Batch, counts: dict[str, GroupCount], reused: dict[str, GroupCount]) -> None:
-        """A version was trained from it: `counts` say what became of the tokens."""
+    def commit(self, batch: Batch, counts: dict[str, GroupCount], reused: dict[str, GroupCount], *,
+               given_up: bool = False) -> None:  # fmt: skip
+        """A version was trained from it: `counts` say what became of the tokens. `given_up`: by a rollback later, so
+        that nothing of them is in the weights that were gone on from."""
         del self.waiting[batch.offset]
         for closed, masked in batch.groups:
             if count := counts.get(closed.name):
-                self._trained(closed, masked, count)
+                if given_up:
+                    self._exclude(closed, ROLLED_BACK)
+                else:
+                    self._trained(closed, masked, count)
         for group in batch.reused:
             if count := reused.get(group):
+                if given_up:
+                    self.reused[Account.EXCLUDED] += count.trained + count.masked
+                    continue
                 self.reused[Account.TRAINED] += count.trained
                 self.reused[Account.MASKED] += count.masked
 
@@ -105,10 +114,7 @@ class Batches:
             return
         closed = self._decide(fact, event.group, (event.partition, event.offset), event.disposition)
         if closed is not None:
-            for slot in closed.slots:
-                if slot.counted:
-                    self.accounts.count(Account.EXCLUDED, slot.model_tokens, slot.model_tokens, event.disposition)
-            self._settle(closed, {}, f"{Account.EXCLUDED} ({event.disposition})")
+            self._exclude(closed, event.disposition)
 
     def _decide(self, fact: Fact[Any], group: str, place: tuple[int, int], disposition: str) -> Closed | None:
         """The candidate, if this is its first decision."""
@@ -193,6 +199,12 @@ class Batches:
         self.accounts.count(Account.TRAINED, count.trained - sum(trained), None, episodes=0)
         self.accounts.count(Account.MASKED, count.masked - sum(out), None, episodes=0)
         self._settle(closed, shares, str(Account.MASKED))
+
+    def _exclude(self, closed: Closed, reason: str) -> None:
+        for slot in closed.slots:
+            if slot.counted:
+                self.accounts.count(Account.EXCLUDED, slot.model_tokens, slot.model_tokens, reason)
+        self._settle(closed, {}, f"{Account.EXCLUDED} ({reason})")
 
     def _count_open(self, closed: Closed, reason: str) -> None:
         for slot in closed.slots:

@@ -16,10 +16,13 @@ import xxhash
 
 from headrace.schemas.columns import unpack_int32
 from headrace.schemas.events import (
+    COUNTERFACTUAL,
+    Derived,
     GroupCount,
     Lease,
     Manifest,
     Publication,
+    Reconciled,
     RunCreated,
     SettingsChanged,
     Version,
@@ -31,6 +34,7 @@ from .accounts import Accounts
 from .announcements import Announcements
 from .batches import Batches
 from .facts import ChainCheck, Fact, Failures, address, read_facts
+from .givenup import given_up
 from .index import Index
 from .source import LogSource
 
@@ -40,7 +44,7 @@ def check_policy(source: LogSource, index: Index, accounts: Accounts, failures: 
     trained from. The closures must be in the index."""
     settings: dict[int, bytes] = {}
     batches = Batches(source, settings, index, accounts, failures)
-    check = _Policy(index, batches, WeightCheck(source, failures), failures)
+    check = _Policy(index, batches, WeightCheck(source, failures), failures, given_up(source))
     announcements = Announcements(failures)
     for fact in read_facts(source, POLICY, 0, failures):
         check.chain(fact)
@@ -52,6 +56,10 @@ def check_policy(source: LogSource, index: Index, accounts: Accounts, failures: 
                 check.version(fact)
             case Publication():
                 check.publication(fact)
+            case Reconciled():
+                check.reconciled(fact)
+            case Derived():
+                check.derived = fact.event
     announcements.finish()
     batches.finish()
     return batches
@@ -63,10 +71,13 @@ class _Policy:
     batches: Batches
     weights: WeightCheck
     failures: Failures
+    given_up: frozenset[int]
+    derived: Derived | None = None
     _created: Fact[RunCreated] | None = None
     _first: bool = True
     _chains: dict[str, ChainCheck] = field(default_factory=dict)  # by writer
     _newest: int = -1
+    _tip: int = -1  # whose weights the next version is trained from
 
     def chain(self, fact: Fact[Any]) -> None:
         event, first, self._first = fact.event, self._first, False
@@ -79,15 +90,41 @@ class _Policy:
 
     def version(self, fact: Fact[Version]) -> None:
         event, due = fact.event, self._newest + 1
-        if (event.version, event.parent) != (due, due - 1):
-            self._fail(fact, f"version {event.version} from {event.parent} where version {due} is due")
-        if event.version:
+        if (event.version, event.parent) != (due, self._tip):
+            self._fail(fact, f"version {event.version} from {event.parent} where version {due} from {self._tip} is due")
+        if event.version and not self._borrows:
             before = self.index.version(event.version - 1)
             if before is None or not before[2]:
                 self._fail(fact, f"version {event.version} before version {event.version - 1} was published")
             self._trained_from(fact)
         self.index.add_version(event.version, event.served_hash, str(fact))
         self._newest = max(self._newest, event.version)
+        self._tip = event.version
+
+    @property
+    def _borrows(self) -> bool:
+        """Whether it trains another run's batches, and publishes nothing."""
+        return self.derived is not None and self.derived.kind == COUNTERFACTUAL
+
+    def reconciled(self, fact: Fact[Reconciled]) -> None:
+        """What was settled about the newest version when it came out differently."""
+        event = fact.event
+        newest, base = self.index.version(event.version), self.index.version(event.checkpoint)
+        if event.version != self._newest or newest is None or base is None or event.checkpoint >= self._tip:
+            self._fail(fact, f"{event.rule} of version {event.version} to version {event.checkpoint}, where version "
+                             f"{self._newest} from {self._tip} is the newest")  # fmt: skip
+            return
+        if event.rule == "rollback":
+            if event.served_hash != base[0]:
+                self._fail(fact, f"goes on from version {event.checkpoint} under another hash than {base[1]}")
+            if event.replaces == newest[2]:
+                self._fail(fact, f"replaces={event.replaces}, but whether version {event.version} had been published "
+                                 f"is {newest[2]}")  # fmt: skip
+            self._tip = event.checkpoint
+        elif event.rule != "rebase" or not event.replaces:
+            self._fail(fact, f"{event.rule!r} with replaces={event.replaces} is no way to settle a difference")
+        if event.replaces:
+            self.index.add_version(event.version, event.served_hash, str(fact))
 
     def _trained_from(self, fact: Fact[Version]) -> None:
         event = fact.event
@@ -104,7 +141,7 @@ class _Policy:
         counts, reused = _by_group(event.groups), _by_group(event.reused)
         self._compare(fact, counts, batch.held, f"of {{}}; {where}: ")
         self._compare(fact, reused, batch.reused, f"of a success beside {{}}; {where}: ")
-        self.batches.commit(batch, counts, reused)
+        self.batches.commit(batch, counts, reused, given_up=event.version in self.given_up)
 
     def _compare(self, fact: Fact[Version], counts: Mapping[str, GroupCount], held: Mapping[str, int],
                  what: str) -> None:  # fmt: skip

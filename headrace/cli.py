@@ -25,7 +25,7 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.topics import RunTopics
 
-from . import accounting, changing, exporting, reading, removing, reporting, tracking
+from . import accounting, changing, exporting, reading, removing, replaying, reporting, tracking
 from .settings import describe, kafka_config, load_config, load_site
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ changing.register(app)
 removing.register(app)
 exporting.register(app)
 reporting.register(app)
+replaying.register(app)
 tracking.register(app)
 
 ConfigArgument = Annotated[Path, typer.Argument(help="TOML file with the run's settings", metavar="CONFIG")]
@@ -96,15 +97,26 @@ def _print_settings(rows: list[tuple[str, object, str]], as_json: bool) -> None:
 
 
 @app.command()
-def create(config: ConfigArgument, as_json: Json = False) -> None:
+def create(
+    config: ConfigArgument,
+    parent: Annotated[str | None, typer.Option("--from", help="fork: begin with this version's weights, optimizer and "
+                                               "tasks; model.path of CONFIG is where the weights are put",
+                                               metavar="RUN@VERSION")] = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
     """Make a run's topics and its first record. Safe to repeat."""
     from .create import check_model, create_run
 
     loaded = load_config(config)
     _name_idle(loaded.settings)
-    check_model(loaded.settings)
     kafka = kafka_config(loaded.site, start=True)
-    new = create_run(kafka, loaded.topics, loaded.settings)
+    derived = None
+    if parent is not None:
+        from .forking import prepare_fork
+
+        derived = prepare_fork(kafka, loaded, parent)
+    check_model(loaded.settings)
+    new = create_run(kafka, loaded.topics, loaded.settings, derived)
     if as_json:
         say(json.dumps({"run": loaded.run, "created": new}))
     else:

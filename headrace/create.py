@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
-from headrace.schemas.codec import own_schemas
+from headrace.schemas.codec import decode, kind_of, own_schemas
 from headrace.schemas.errors import Fenced, ModelError, RunConflict, SettingsError
-from headrace.schemas.events import RunCreated, SchemaAdded
+from headrace.schemas.events import Derived, RunCreated, SchemaAdded
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import POLICY, RunTopics
 from headrace.streams.log import clients, policy
@@ -39,14 +39,16 @@ def check_model(settings: RunSettings) -> None:
             raise ModelError(f"model.path: {path}: no {needed} in it; give the folder of a Hugging Face model")
 
 
-def create_run(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings) -> bool:
-    """True where the run is new. When it returns, every reader can see what it wrote. Raises RunConflict with the
-    differences where the run exists with other settings."""
+def create_run(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings,
+               derived: Callable[..., Derived] | None = None) -> bool:  # fmt: skip
+    """True where the run is new. When it returns, every reader can see what it wrote. `derived` makes the record that
+    says which run it comes from. Raises RunConflict with the differences where the run exists with other settings, or
+    comes from elsewhere."""
     _check_replication(kafka, topics, settings.log.replication)
     clients.create_topics(kafka, topics.specs(settings.log.partitions, settings.log.replication))
     for left in reversed(range(TRIES)):
         try:
-            new = _write(kafka, topics, settings)
+            new = _write(kafka, topics, settings, derived)
             policy.settled_end(kafka, topics)  # a commit is acknowledged a moment before readers see it
             return new
         except Fenced:  # by another who creates this run: what it wrote is seen in the next try
@@ -56,7 +58,8 @@ def create_run(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSetting
     raise AssertionError("unreachable")
 
 
-def _write(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings) -> bool:
+def _write(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings,
+           derived: Callable[..., Derived] | None) -> bool:  # fmt: skip
     # 1. Take the id over; 2. read what there is; 3. write what is missing, as one transaction.
     transactor = Transactor(kafka, topics.transactional_id("create"))
     try:
@@ -66,6 +69,8 @@ def _write(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings) -
             # A file may say what `headrace set` changed, or not.
             if settings != policy.in_force(opened.settings, policy.settings_changes(records)):
                 _same(opened.settings, settings, topics)
+            if derived is not None:
+                _same_origin(topics, [decode(r.value) for r in records if kind_of(r.value) is Derived], derived)
         known = {event.fingerprint for event in policy.announced(records)}
         new = [schema for schema in own_schemas() if schema[1] not in known]
         chain = policy.chain_of(WRITER, records)
@@ -74,6 +79,8 @@ def _write(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings) -
             created = RunCreated(**chain.link(), writer=WRITER, run=topics.run, settings=settings.model_dump_json(),
                                  software=version("headrace"), created_ms=int(time.time() * 1000))  # fmt: skip
             values.append(chain.extend(created))
+            if derived is not None:
+                values.append(chain.extend(derived(**chain.link(), writer=WRITER)))
         last = chain.number + len(new) - 1
         for name, fingerprint, schema in new:
             added = SchemaAdded(**chain.link(), writer=WRITER, name=name, fingerprint=fingerprint, schema=schema,
@@ -99,6 +106,15 @@ def _check_replication(kafka: Mapping[str, Any], topics: RunTopics, copies: int)
     if copies == 1 and brokers >= 3:
         raise SettingsError(f"log.replication = 1 on a cluster of {brokers} brokers: the run would be lost with any "
                             "one of them. Set log.replication = 3")  # fmt: skip
+
+
+def _same_origin(topics: RunTopics, recorded: list[Any], derived: Callable[..., Derived]) -> None:
+    asked = derived(number=0, previous=b"", writer=WRITER)
+    names = ("kind", "parent", "version", "train_hash", "cursor", "changes", "verifier")
+    if len(recorded) != 1 or any(getattr(recorded[0], name) != getattr(asked, name) for name in names):
+        was = f"a {recorded[0].kind} of {recorded[0].parent}@{recorded[0].version}" if recorded else "a run of its own"
+        raise RunConflict(f"run {topics.run!r} exists as {was}, asked for was a {asked.kind} of "
+                          f"{asked.parent}@{asked.version}: use another run id")  # fmt: skip
 
 
 def _same(recorded: RunSettings, given: RunSettings, topics: RunTopics) -> None:

@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 
 
 @contextmanager
-def _whole_folder(path: Path) -> Iterator[Path]:
+def whole_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, which takes its place at `path` in one step once it is complete."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
@@ -78,7 +78,7 @@ def smollm2(cache_dir: Path) -> Path:
         model.load_state_dict(loaded.state_dict())
         model.tie_weights()
         model.generation_config.eos_token_id = tokenizer.eos_token_id
-        with _whole_folder(path) as draft:
+        with whole_folder(path) as draft:
             model.save_pretrained(draft)
             tokenizer.save_pretrained(draft)
     return path
@@ -131,7 +131,7 @@ def tiny_model(path: Path, seed: int = 0, kind: str = "llama", hidden: int = 64,
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     torch.set_rng_state(state)
-    with _quietly(), _whole_folder(path) as draft:
+    with _quietly(), whole_folder(path) as draft:
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
     return path

@@ -63,14 +63,17 @@ class Publications:
         found: list[list[Published]] = []
         tail: list[Published] = []
         at = target
+        # A version may stand under another hash than it was first published with: a way leads over equal ones.
+        wanted = newest[-1].record.served_hash if (newest := self._by_version.get(target)) else None
         while at > (-1 if start is None else start):
-            known = [p for p in reversed(self._by_version.get(at, ())) if p.offset not in without]
+            known = [p for p in reversed(self._by_version.get(at, ()))
+                     if p.offset not in without and p.record.served_hash == wanted]  # fmt: skip
             bases = (delta.SNAPSHOT,) if start is not None else (delta.SNAPSHOT, delta.PATH)
             found += [[p, *tail] for p in known if p.record.kind in bases][:1]
             step = next((p for p in known if p.record.kind == delta.DELTA and p.record.base < at), None)
             if step is None:
                 break
-            tail, at = [step, *tail], step.record.base
+            tail, at, wanted = [step, *tail], step.record.base, step.record.base_hash
         if at == start:
             found.append(tail)
         if not found:

@@ -21,6 +21,8 @@ _SOURCES = frozenset(Source)
 # First bytes (sign and most of the exponent) of floats that are negative and finite, or at least 0 and below 2**-11.
 _PLAINLY_LOGPROBS = bytes([*range(0x80, 0xFF), *range(0x3A)])
 
+FORK, COUNTERFACTUAL = "fork", "counterfactual"  # kinds of `Derived`
+
 FINITE = "finite"
 Finite = Annotated[float, FINITE]  # neither nan nor infinite: the codec refuses to write such a one
 
@@ -607,6 +609,50 @@ class Version(Authored):
 
 
 @dataclass(frozen=True, slots=True)
+class Reconciled(Authored):
+    """Training versions again gave other bits than were committed, and this is what was done about it.
+
+    `rebase`: the weights that came out stand for `version`, the newest one, under these hashes from here on; the hashes
+    of those between `checkpoint` and it hold no more. `rollback`: training goes on from the weights of `checkpoint`,
+    whose hashes these are; the next version keeps counting and names it as parent, and what was trained between is
+    excluded. `replaces`: these hashes are `version`'s from here on (after a rollback only where it was never published,
+    so that nobody has sampled from what it was).
+    """
+
+    rule: str  # rebase | rollback
+    version: int
+    checkpoint: int
+    differed: int  # the first version that came out differently
+    replaces: bool
+    hash_algorithm: str
+    served_hash: bytes
+    train_hash: bytes
+    fingerprint: str  # JSON, of who trained again
+    decided_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Derived(Authored):
+    """This run comes from version `version` of run `parent`, on the same cluster. Written with the run's settings.
+
+    `fork`: its version 0 has that version's weights and optimizer (`train_hash`), and its tasks begin at `cursor`.
+    `counterfactual`: its versions are the parent's batches trained under its own settings, with rewards of `verifier`
+    where that isn't null; it has no batches of its own and publishes nothing.
+    """
+
+    kind: str  # fork | counterfactual
+    parent: str
+    version: int
+    hash_algorithm: str
+    served_hash: bytes
+    train_hash: bytes
+    cursor: int
+    changes: str  # JSON object of dotted keys, over whichever settings each batch of the parent was trained under
+    verifier: str | None
+    derived_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class Publication(Authored):
     """The version exists for receivers. `kind`: `path` (of a model), `snapshot` or `delta` (chunks in `weights`)."""
 
@@ -747,7 +793,7 @@ Event = (
     Lease | LeaseEnded | EpisodeStarted | Span | EpisodeEnded | Exhausted | Tick | SampleChunk | GroupPayload
     | AttemptEnded | GroupClosed | Addendum | Position | Manifest | Disposed | RunCreated | SchemaAdded
     | SettingsChanged | Version | Publication | WeightChunk | Heartbeat | HandBack | LeaseRequest | PublicationClock
-    | FleetTick | Score | DeadLetter
+    | FleetTick | Score | DeadLetter | Reconciled | Derived
 )  # fmt: skip
 
 
@@ -760,7 +806,7 @@ class Kinds:
         "samples": (SampleChunk,),
         "groups": (AttemptEnded, GroupClosed, Addendum, Position),
         "batches": (Manifest, Disposed),
-        "policy": (RunCreated, SchemaAdded, SettingsChanged, Version, Publication),
+        "policy": (RunCreated, SchemaAdded, SettingsChanged, Version, Publication, Reconciled, Derived),
         "weights": (WeightChunk,),
         "fleet": (Heartbeat, HandBack, LeaseRequest, PublicationClock, FleetTick),
         "evals": (Score,),

@@ -320,6 +320,12 @@ class WeightSettings(Section):
 class CheckpointSettings(Section):
     every: Positive = Field(10, description="versions between checkpoints; those after one are trained again on resume")
     keep: Positive = Field(2, description="checkpoints kept")
+    on_difference: Literal["stop", "rebase", "rollback"] = Field(
+        "stop", description="when training again gives other bits than were committed: `rebase` takes what came out as "
+        "the newest version, `rollback` goes on from the checkpoint and gives up the versions after it"
+    )
+    deterministic: bool = Field(True, description="off: kernels may be taken whose bits vary, and the train state is "
+                                                  "saved before each commit")  # fmt: skip
 
 
 class LogSettings(Section):
@@ -411,11 +417,18 @@ CHANGEABLE = (
     "optimizer.learning_rate", "optimizer.warmup", "optimizer.weight_decay", "optimizer.max_grad_norm",
     "rollout.reserves", "rollout.max_attempts", "rollout.min_survivors", "rollout.deadline_s", "rollout.max_age_s",
     "rollout.on_deadline", "rollout.zero_variance", "rollout.lease_timeout_s", "rollout.no_progress_s",
+    "checkpoint.on_difference",
 )  # fmt: skip
 
 
-def changed(settings: RunSettings, changes: Mapping[str, Any]) -> RunSettings:
-    """Run settings after a change of dotted keys. Raises ValueError (also pydantic's) that names the key."""
+# What a counterfactual may have otherwise: what decides a step, given the batches.
+COUNTERFACTUAL = ("loss.", "optimizer.", "staleness.")
+
+
+def changed(settings: RunSettings, changes: Mapping[str, Any], may: tuple[str, ...] = CHANGEABLE,
+            why: str = "in a run: it was settled when the run was created") -> RunSettings:  # fmt: skip
+    """Run settings after a change of dotted keys, of those that `may` change. Raises ValueError (also pydantic's) that
+    names the key."""
     if not isinstance(changes, Mapping):
         raise ValueError(f"changes are key and value, not {changes!r}")
     plain = settings.model_dump(mode="json")
@@ -423,7 +436,7 @@ def changed(settings: RunSettings, changes: Mapping[str, Any]) -> RunSettings:
         section, _, name = key.partition(".")
         if not isinstance(plain.get(section), dict) or name not in plain[section]:
             raise ValueError(f"there is no run setting {key!r}")
-        if not any(key == one or one.endswith(".") and key.startswith(one) for one in CHANGEABLE):
-            raise ValueError(f"{key} can't change in a run: it was settled when the run was created")
+        if not any(key == one or one.endswith(".") and key.startswith(one) for one in may):
+            raise ValueError(f"{key} can't change {why}")
         plain[section][name] = value
     return RunSettings.model_validate(plain)

@@ -22,6 +22,7 @@ from headrace.schemas.errors import InvalidRecord
 from headrace.schemas.events import (
     Assignment,
     AttemptEnded,
+    Derived,
     Disposed,
     Event,
     Exhausted,
@@ -134,6 +135,8 @@ class Coordinator:
             case RunCreated():
                 self._settings_at = (record.offset, digest(record.value or b""))
                 self._set(RunSettings.model_validate(json.loads(event.settings)))
+            case Derived():
+                self._cursor = max(self._cursor, event.cursor)
             case SettingsChanged():
                 try:
                     settings = changed(self.settings, json.loads(event.changes))

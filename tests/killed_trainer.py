@@ -15,6 +15,9 @@ from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import RunTopics
 
 BOUNDARIES = (
+    "before fetching",
+    "fetched, before training",
+    "within the optimizer's step",
     "before commit",
     "inside the commit's transaction",
     "after commit, before publishing",
@@ -22,6 +25,7 @@ BOUNDARIES = (
     "after the chunks, before the publication",
     "inside the publication's transaction",
     "after publishing",
+    "training again",
     "during the checkpoint's write",
     "after the checkpoint",
 )
@@ -71,7 +75,7 @@ def _run(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, sta
     from headrace.schemas.delta import relative
     from headrace.schemas.events import Publication, Version
     from headrace.streams.log.transactions import Output, Transactor
-    from headrace.trainer import background, checkpoint, loop, publish, sending
+    from headrace.trainer import background, checkpoint, inbox, loop, publish, sending, step
 
     def before(owner: Any, name: str, condition: Callable[..., bool]) -> None:
         honest = getattr(owner, name)
@@ -151,6 +155,15 @@ def _run(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, sta
     publishes = lambda _, v, *__: v == version  # noqa: E731
     trains_next = lambda trainer, *_: trainer.version == version  # noqa: E731
     match boundary:
+        case "before fetching":
+            before(inbox.Inbox, "fetch", lambda _, record, due, *__: due == version)
+        case "fetched, before training":
+            before(loop.Trainer, "_train", lambda trainer, *_: trainer.version == version - 1)
+        case "within the optimizer's step":  # masters have moved, what is served hasn't
+            before(step.TrainState, "_round", lambda state: state.version == version - 1)
+        case "training again":  # what a trainer that died earlier has committed
+            before(loop.Trainer, "_train", lambda trainer, *_: trainer.version == version - 1
+                   and trainer._history.committed >= version)  # fmt: skip
         case "before commit":
             before(loop.Trainer, "_commit", lambda trainer, *_: trainer.version == version)
         case "inside the commit's transaction":

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from headrace.schemas import delta
 from headrace.schemas.errors import CheckpointError
+from headrace.schemas.events import Derived
 from headrace.schemas.hashes import digest
 
 log = logging.getLogger("headrace.trainer")
@@ -67,9 +68,12 @@ class Checkpoints:
             old.unlink()
         return file
 
-    def newest(self, known: Mapping[int, bytes]) -> Checkpoint | None:
-        """The newest whole one whose version and train hash are in `known`; None where there is none."""
+    def newest(self, known: Mapping[int, bytes], at_most: int | None = None) -> Checkpoint | None:
+        """The newest whole one (of a version `at_most`) whose version and train hash are in `known`; None where there
+        is none."""
         for file in reversed(self._files()):
+            if at_most is not None and int(file.stem) > at_most:
+                continue
             try:
                 return _load(file, known)
             except CheckpointError as error:
@@ -78,6 +82,24 @@ class Checkpoints:
 
     def _files(self) -> list[Path]:
         return sorted(f for f in self._folder.glob(f"*{SUFFIX}") if f.stem.isdigit())
+
+
+ORIGIN = "origin"  # beside the checkpoints, and never forgotten: a fork begins there
+
+
+def save_origin(state_dir: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Path:
+    """The train state with which a fork begins, as its version 0."""
+    return Checkpoints(state_dir / ORIGIN, 1).save(0, tensors, {**metadata, "version": "0"})
+
+
+def origin(state_dir: Path, derived: Derived) -> Checkpoint:
+    """The train state with which a fork begins. Raises CheckpointError where it isn't there, whole."""
+    found = Checkpoints(state_dir / ORIGIN, 1).newest({0: derived.train_hash})
+    if found is None:
+        raise CheckpointError(f"{state_dir / ORIGIN}: holds no whole train state of version {derived.version} of run "
+                              f"{derived.parent!r}, with which this fork begins: `headrace create CONFIG --from "
+                              f"{derived.parent}@{derived.version}` with this state folder makes it again")  # fmt: skip
+    return found
 
 
 def _load(file: Path, known: Mapping[int, bytes]) -> Checkpoint:

@@ -56,7 +56,7 @@ def fetch_batch(reader: Reader, topics: RunTopics, record: Record, staleness: St
     """Everything that the manifest in `record` names. Raises InvalidRecord naming the record that isn't what another
     one vouches for, DataLossError where one is no longer retained, BlobError where a blob isn't."""
     manifest = expect(record, Manifest)
-    payloads = _payloads(reader, topics, manifest.groups, f"manifest {manifest.batch}")
+    payloads = payloads_of(reader, topics, manifest.groups, f"manifest {manifest.batch}")
     segments = _segments(manifest, record)
     groups = []
     for index, payload in enumerate(payloads):
@@ -88,7 +88,7 @@ def expect(record: Record, kind: type[Kind]) -> Kind:
     return event
 
 
-def _payloads(reader: Reader, topics: RunTopics, refs: Sequence[GroupRef], who: str) -> list[GroupPayload]:
+def payloads_of(reader: Reader, topics: RunTopics, refs: Sequence[GroupRef], who: str) -> list[GroupPayload]:
     """In the order of the references; partition by partition, so that each is read in one sweep."""
     found: dict[int, GroupPayload] = {}
     for partition in sorted({ref.partition for ref in refs}):
@@ -111,7 +111,7 @@ def _payloads(reader: Reader, topics: RunTopics, refs: Sequence[GroupRef], who: 
 def _reused(reader: Reader, topics: RunTopics, reuse: Reuse) -> Reused:
     """The success that it names, in the context in which it was sampled. Raises InvalidRecord where it is none."""
     source = reuse.source
-    (payload,) = _payloads(reader, topics, [source], f"the reuse beside group {reuse.group}")
+    (payload,) = payloads_of(reader, topics, [source], f"the reuse beside group {reuse.group}")
     recorded = next((one for one in payload.episodes if one.slot == reuse.slot), None)
     where = (topics.name(GROUPS), source.partition, source.offset)
     if recorded is None or recorded.outcome != Outcome.MODEL_SUCCESS:

@@ -2,7 +2,7 @@
 
 It holds nothing that the log doesn't: a start reads `policy`, takes the newest good checkpoint, and trains again what
 was committed after it. Training is deterministic, so the hashes must come out as they were recorded; a difference stops
-the run and is never passed over.
+the run, or is settled by a record as the run's settings say (`history`). It is never passed over.
 """
 
 from __future__ import annotations
@@ -20,8 +20,14 @@ from typing import Any
 import torch
 
 from headrace.schemas import delta
-from headrace.schemas.errors import HeadraceError, NonFiniteGradient, NonFiniteLogprob, ReplayMismatch
-from headrace.schemas.events import GroupCount, Version
+from headrace.schemas.errors import (
+    HeadraceError,
+    NonFiniteGradient,
+    NonFiniteLogprob,
+    ReplayMismatch,
+    SettingsError,
+)
+from headrace.schemas.events import FORK, Derived, GroupCount, Reconciled, Version
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import POLICY, RunTopics
 from headrace.streams.log.hanging import check_settled
@@ -30,15 +36,17 @@ from headrace.streams.log.transactions import Transactor
 
 from .ahead import Ahead, Taken
 from .background import Background
-from .checkpoint import Checkpoints, train_hash
+from .checkpoint import Checkpoints, origin, train_hash
 from .combinations import idle
 from .drift import beside_estimated
 from .fetch import Batch
 from .following import Led, follow
+from .history import REBASE, ROLLBACK, STOP, differences
 from .inbox import Inbox
 from .publish import Policy, Publisher, read_policy
 from .ranks import ALONE, Ranks, join, leave
 from .report import StepReport
+from .step import TrainState
 from .weighing import StepSettings, loss_rules
 
 log = logging.getLogger("headrace.trainer")
@@ -65,6 +73,29 @@ def step_settings(settings: RunSettings) -> StepSettings:
     )
 
 
+def initial(settings: RunSettings, state_dir: Path, derived: Derived | None, ranks: Ranks = ALONE) -> Led:
+    """Version 0: the model folder's weights, in a fork with the optimizer of the version that it comes from. Raises
+    ModelError, CheckpointError."""
+    led = Led(settings.model, settings.optimizer.recompute_activations, ranks)
+    if derived is not None and derived.kind == FORK:
+        start = origin(state_dir, derived)
+        led.load_state(start.tensors, start.metadata)
+    return led
+
+
+def fingerprint(state: TrainState, settings: RunSettings) -> str:
+    """What decides the bits besides the data, as JSON."""
+    return json.dumps(
+        {
+            **state.fingerprint(),
+            "machine": platform.machine(),
+            "micro_batch_tokens": str(settings.optimizer.micro_batch_tokens),
+            "train_hash": delta.TREE_ALGORITHM,
+        },
+        sort_keys=True,
+    )
+
+
 class Trainer:
     """One owner of the run's weights. Made fresh at each start; `start`, then `run`."""
 
@@ -75,18 +106,25 @@ class Trainer:
         check_settled(kafka, [(topics.name(POLICY), 0)])
         opened = open_settings(kafka, topics)
         head = read_policy(kafka, topics, opened)
-        self._versions, self._published = head.versions, head.published
+        self._history, self._published, self._derived = head.history, head.published, head.derived
         self._policy = Policy(topics, self._transactor, head.chain)
         self._publisher = Publisher(kafka, topics, self._policy, settings.weights)
         self._publisher.remember(head.publications)
         self._background = Background(self._publisher)
-        self._checkpoints = Checkpoints(state_dir / "checkpoints", settings.checkpoint.keep)
-        self._led = Led(settings.model, settings.optimizer.recompute_activations, ranks)
-        self._state = self._led.state
+        self._deterministic = settings.checkpoint.deterministic
+        keep = settings.checkpoint.keep if self._deterministic else max(2, settings.checkpoint.keep)
+        self._state_dir, self._checkpoints = state_dir, Checkpoints(state_dir / "checkpoints", keep)
+        self._on_difference = list(head.settings.values())[-1].checkpoint.on_difference
+        self._ranks = ranks
+        self._led = self._initial()
         self._saved = -1
         self._seconds: dict[str, float] = {}
         self._inbox = Inbox(kafka, topics, opened, head)
         self._ahead = Ahead(self._inbox)
+
+    @property
+    def _state(self) -> TrainState:
+        return self._led.state
 
     @property
     def version(self) -> int:
@@ -98,74 +136,138 @@ class Trainer:
         """Come to the newest committed version, and publish it where that is still to be done."""
         for sentence in idle(self._settings):
             log.warning("%s", sentence)
-        committed = max(self._versions, default=-1)
+        if self._derived is not None and self._derived.kind != FORK:
+            raise SettingsError(f"run {self._topics.run!r} is a counterfactual of {self._derived.parent!r}: nothing "
+                                "more is trained in it")  # fmt: skip
+        committed = self._history.committed
         if committed < 0:
             self._begin()
             return
-        self._recall()
-        while self.version < committed:
-            recorded = self._versions[self.version + 1]
-            batch = self._inbox.recorded(recorded)
-            report = self._train(batch)
+        base = self._recall()
+        differed = self._train_again(base)
+        if differed is not None:
+            self._reconcile(base, differed)
+        # After a rollback the count runs on, from the weights of a version that lies further back.
+        self._state.version = committed
+        if self._history.tip != committed:
+            self._saved = committed  # these are no weights of that version
+        if self._published < committed:  # the base of a delta is no longer at hand
+            state = self._served()
+            served_hash = delta.state_hash(state)
+            self._publisher.rebase(committed, state, served_hash)
+            self._publisher.publish_snapshot(committed, state, served_hash)
+
+    def _train_again(self, base: int) -> int | None:
+        """What was committed since version `base`; the first version that came out differently, where the run's
+        settings say how to go on from it. After a rollback's difference nothing more is trained. Raises ReplayMismatch.
+        """
+        differed = None
+        for recorded in self._history.path(after=base):
+            self._state.version = recorded.version - 1
+            report = self._train(self._inbox.recorded(recorded))
             changes, served_hash = self._publisher.compare(self._served())
-            self._prove(recorded, served_hash)
-            if self.version <= self._published:
-                self._publisher.advance(self.version, changes, served_hash)
-            else:
+            settled = recorded.version in self._history.loose
+            if differed is None and not settled and (difference := self._difference(recorded, served_hash)):
+                if self._on_difference == STOP:
+                    raise ReplayMismatch(difference)
+                log.error("%s", difference)
+                differed = recorded.version
+                if self._on_difference == ROLLBACK:
+                    return differed
+            proved = differed is None and not settled
+            if self.version > self._published and proved and self.version not in self._history.replaced:
                 self._publisher.publish(self.version, changes, served_hash)
-            log.info("version %d trained again (reward %.3f), both hashes as recorded", self.version,
-                     report.reward_mean)  # fmt: skip
+                self._published = self.version
+            else:
+                self._publisher.advance(self.version, changes, served_hash)
+            log.info("version %d trained again (reward %.3f), %s", self.version, report.reward_mean,
+                     "both hashes as recorded" if proved else "its hashes hold no more")  # fmt: skip
+        return differed
+
+    def _reconcile(self, base: int, differed: int) -> None:
+        """Settle a difference by a record: what came out is the newest version (rebase), or training goes on from
+        version `base` (rollback)."""
+        rule, newest = self._on_difference, self._history.committed
+        if rule == ROLLBACK:
+            self._led = self._initial()
+            base = self._recall()
+        served_hash, own_hash = delta.state_hash(self._served()), train_hash(*self._state.state_tensors())
+        replaces = rule == REBASE or newest > self._published
+        own_fingerprint = self._fingerprint(self._settings)
+
+        def reconciled(**link: Any) -> Reconciled:
+            return Reconciled(
+                **link, rule=rule, version=newest, checkpoint=base, differed=differed, replaces=replaces,
+                hash_algorithm=delta.HASH_ALGORITHM, served_hash=served_hash, train_hash=own_hash,
+                fingerprint=own_fingerprint, decided_ms=_now_ms(),
+            )  # fmt: skip
+
+        (event,) = self._policy.write(reconciled)
+        assert isinstance(event, Reconciled)
+        self._history.reconcile(event)
+        if replaces:
+            self._published = newest - 1
+        if rule == REBASE:
+            self._save()
+            log.warning("rebase: what was trained again is version %d from here on", newest)
+        else:
+            log.warning("rollback: training goes on from version %d; versions %d to %d are given up", base, base + 1,
+                        newest)  # fmt: skip
 
     def _begin(self) -> None:
         """Version 0 is the model folder."""
         state = self._served()
         served_hash = delta.state_hash(state)
         own_hash = train_hash(*self._state.state_tensors())
-        fingerprint = self._fingerprint(self._settings)
+        own_fingerprint = self._fingerprint(self._settings)
 
         def version(**link: Any) -> Version:
-            return Version(
+            made = Version(
                 **link, version=0, parent=-1, batch=0, batch_offset=-1, batch_digest=b"",
                 hash_algorithm=delta.HASH_ALGORITHM, served_hash=served_hash, train_hash=own_hash, rho=0.0,
-                rho_tokens=0, groups=(), metrics={}, fingerprint=fingerprint, committed_ms=_now_ms(),
+                rho_tokens=0, groups=(), metrics={}, fingerprint=own_fingerprint, committed_ms=_now_ms(),
             )  # fmt: skip
+            self._history.commit(made)
+            return made
 
         self._publisher.publish_initial(version, self._settings.model.path, state, served_hash)
         log.info("version 0 is %s (%d elements, %s)", self._settings.model.path, delta.elements(state),
                  served_hash.hex())  # fmt: skip
 
-    def _recall(self) -> None:
-        """The newest good checkpoint, else the model folder."""
-        known = {number: version.train_hash for number, version in self._versions.items()}
-        checkpoint = self._checkpoints.newest(known)
+    def _recall(self) -> int:
+        """The newest good checkpoint of a version that led here, else where the run began; its version."""
+        checkpoint = self._checkpoints.newest(self._history.known())
         if checkpoint is not None:
             self._led.load_state(checkpoint.tensors, checkpoint.metadata)
             self._saved = checkpoint.version
-        recorded = self._versions[self.version]
         state = self._served()
         served_hash = delta.state_hash(state)
-        self._prove(recorded, served_hash)
+        if difference := self._difference(self._history.versions[self.version], served_hash):
+            raise ReplayMismatch(difference)
         log.info("resuming at version %d from %s; %d versions to train again", self.version,
                  checkpoint.file if checkpoint else "the model folder",
-                 max(self._versions) - self.version)  # fmt: skip
+                 len(self._history.path(after=self.version)))  # fmt: skip
         self._publisher.rebase(self.version, state, served_hash)
-        if self.version > self._published:  # its base is no longer at hand
-            self._publisher.publish_snapshot(self.version, state, served_hash)
+        return self.version
 
     def _train(self, batch: Batch) -> StepReport:
         settings = step_settings(self._inbox.settings(batch.manifest))
         return self._led.train_batch(self._inbox.groups(batch), batch.manifest.target, settings, batch.reused)
 
-    def _prove(self, recorded: Version, served_hash: bytes) -> None:
+    def _difference(self, recorded: Version, served_hash: bytes) -> str | None:
+        """What to say where the weights here are not those of the log."""
         own_hash = train_hash(*self._state.state_tensors())
         if (served_hash, own_hash) == (recorded.served_hash, recorded.train_hash):
-            return
-        raise ReplayMismatch(
+            return None
+        here = self._fingerprint(self._settings)
+        apart = ", ".join(differences(here, recorded.fingerprint)) or "nothing"
+        return (
             f"version {recorded.version} came out differently than it was committed: served weights "
             f"{served_hash.hex()}, on the log {recorded.served_hash.hex()}; train state {own_hash.hex()}, on the log "
-            f"{recorded.train_hash.hex()}. Fingerprint here {self._fingerprint(self._settings)}, then "
-            f"{recorded.fingerprint}. Set back what differs (threads, libraries, machine, model folder) and start the "
-            f"trainer again, give it a checkpoint of version {recorded.version} or later, or begin a new run"
+            f"{recorded.train_hash.hex()}. Of the fingerprint differs: {apart}. Set back what differs (threads, "
+            f"libraries, machine, model folder) and start the trainer again, give it a checkpoint of version "
+            f"{recorded.version} or later, or let the run go on without these bits: `headrace set {self._topics.run} "
+            "checkpoint.on_difference=rebase` (or rollback)"
         )
 
     # ------------------------------------------------------------------------------------------------------- run
@@ -179,7 +281,7 @@ class Trainer:
             if taken is None:
                 break
             self._advance(taken, before)
-            if self.version % self._settings.checkpoint.every == 0:
+            if self._saved < self.version and self.version % self._settings.checkpoint.every == 0:
                 self._save()
         self._background.settled()
         if self._saved < self.version:
@@ -203,6 +305,8 @@ class Trainer:
         with self._timed("publishing"):
             self._background.settled()
             changes, served_hash = self._publisher.compare(self._served())
+        if not self._deterministic:  # these bits come but once
+            self._save()
         with self._timed("committing"):
             self._commit(batch, report, served_hash, before)
         self._background.publish(self.version, changes, served_hash)
@@ -218,46 +322,42 @@ class Trainer:
         """The version record: from here on the batch has been trained."""
         manifest = batch.manifest
         own_hash = train_hash(*self._state.state_tensors())
-        fingerprint = self._fingerprint(self._inbox.settings(manifest))
+        own_fingerprint = self._fingerprint(self._inbox.settings(manifest))
         counts = tuple(GroupCount(g.group_id, g.trained, sum(g.masked.values())) for g in report.groups)
         reused = tuple(GroupCount(g.group_id, g.trained, sum(g.masked.values())) for g in report.reused)
-        metrics = _metrics(batch, report) | {
+        metrics = figures_of(batch, report) | {
             f"{name}_s": self._seconds[name] for name in ("waiting", "fetching", "compute", "publishing")
         }
         if "committing" in before:  # of the version before: its own is still to come
             metrics["committing_s"] = before["committing"]
 
         def version(**link: Any) -> Version:
-            self._versions[report.version] = made = Version(
-                **link, version=report.version, parent=manifest.target, batch=manifest.batch, batch_offset=batch.offset,
-                batch_digest=batch.digest, hash_algorithm=delta.HASH_ALGORITHM, served_hash=served_hash,
-                train_hash=own_hash, rho=report.rho, rho_tokens=report.probe_tokens, groups=counts, metrics=metrics,
-                fingerprint=fingerprint, committed_ms=_now_ms(), reused=reused, rho_noise=report.rho_noise,
-                realised=beside_estimated(report.lags, manifest),
+            return Version(
+                **link, version=report.version, parent=self._history.tip, batch=manifest.batch,
+                batch_offset=batch.offset, batch_digest=batch.digest, hash_algorithm=delta.HASH_ALGORITHM,
+                served_hash=served_hash, train_hash=own_hash, rho=report.rho, rho_tokens=report.probe_tokens,
+                groups=counts, metrics=metrics, fingerprint=own_fingerprint, committed_ms=_now_ms(), reused=reused,
+                rho_noise=report.rho_noise, realised=beside_estimated(report.lags, manifest),
                 alignment=None if report.alignment is None else report.alignment.record(),
             )  # fmt: skip
-            return made
 
-        self._policy.write(version)
+        (made,) = self._policy.write(version)
+        assert isinstance(made, Version)
+        self._history.commit(made)
 
     def _served(self) -> dict[str, delta.Tensor]:
         return delta.as_state(self._state.served_bits(), self._settings.model.dtype)
 
+    def _initial(self) -> Led:
+        return initial(self._settings, self._state_dir, self._derived, self._ranks)
+
     def _fingerprint(self, settings: RunSettings) -> str:
-        return json.dumps(
-            {
-                **self._state.fingerprint(),
-                "machine": platform.machine(),
-                "micro_batch_tokens": str(settings.optimizer.micro_batch_tokens),
-                "train_hash": delta.TREE_ALGORITHM,
-            },
-            sort_keys=True,
-        )
+        return fingerprint(self._state, settings)
 
     # ----------------------------------------------------------------------------------------------------- saving
 
     def _save(self) -> None:
-        version = self._versions.get(self.version)
+        version = self._history.versions.get(self.version)
         tensors, metadata = self._state.state_tensors()
         extra = {"fingerprint": self._fingerprint(self._settings), "run": self._topics.run}
         if version is not None:
@@ -286,7 +386,7 @@ class Trainer:
         self._transactor.close()
 
 
-def _metrics(batch: Batch, report: StepReport) -> dict[str, float]:
+def figures_of(batch: Batch, report: StepReport) -> dict[str, float]:
     """The figures of one version; logprob differences in nats, over the tokens that the target version sampled."""
     masked: dict[str, int] = {}
     for group in report.groups:
@@ -338,10 +438,11 @@ def run_trainer(
     """Train the run until `stop` is set, or until version `stop_at` is published. `state_dir` holds checkpoints. Under
     torchrun this is what rank 0 does, and `run_follower` what the others do.
 
-    Raises Fenced where another trainer took over, ReplayMismatch where re-training gave other bits than were committed,
+    Raises Fenced where another trainer took over, ReplayMismatch where re-training gave other bits than were committed
+    and the run's settings don't say how to go on (`checkpoint.on_difference`),
     InvalidRecord or DataLossError where a batch can't be proved, NonFiniteLogprob, NonFiniteGradient, ModelError.
     """
-    ranks = _joined(threads, device)
+    ranks = _joined(threads, device, settings.checkpoint.deterministic)
     trainer = Trainer(kafka, topics, settings, state_dir, ranks)
     try:
         trainer.start()
@@ -361,8 +462,8 @@ def run_follower(threads: int | None = None, device: str = "cpu") -> None:
     leave()
 
 
-def _joined(threads: int | None, device: str) -> Ranks:
+def _joined(threads: int | None, device: str, deterministic: bool = True) -> Ranks:
     if threads is not None:
         torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(deterministic)
     return join(device)

@@ -18,7 +18,7 @@ from headrace.schemas import delta
 from headrace.schemas.chain import Chain
 from headrace.schemas.codec import decode
 from headrace.schemas.errors import InvalidRecord, LogError, UndecodableRecord
-from headrace.schemas.events import Authored, Publication, Version
+from headrace.schemas.events import Authored, Derived, Publication, Reconciled, Version
 from headrace.schemas.hashes import digest
 from headrace.schemas.settings import RunSettings, WeightSettings
 from headrace.schemas.topics import POLICY, WEIGHTS, RunTopics
@@ -26,6 +26,7 @@ from headrace.streams.log.blobs import open_weights
 from headrace.streams.log.policy import Opened, settings_changes, settings_from, settled_records
 from headrace.streams.log.transactions import Output, Transactor
 
+from .history import History
 from .sending import Sender
 
 log = logging.getLogger("headrace.trainer")
@@ -41,16 +42,24 @@ class PolicyHead:
 
     settings: dict[int, RunSettings]  # in force from a policy offset on
     chain: Chain
-    versions: dict[int, Version] = field(default_factory=dict)
+    history: History = field(default_factory=History)
     publications: list[Publication] = field(default_factory=list)
+    derived: Derived | None = None  # where the run comes from, if it is no run of its own
+
+    @property
+    def versions(self) -> dict[int, Version]:
+        return self.history.versions
 
     @property
     def committed(self) -> int:
-        return max(self.versions, default=-1)
+        return self.history.committed
 
     @property
     def published(self) -> int:
-        return max((p.version for p in self.publications), default=-1)
+        """The newest version that is published as it stands."""
+        return max((p.version for p in self.publications
+                    if p.version not in self.versions or p.served_hash == self.versions[p.version].served_hash),
+                   default=-1)  # fmt: skip
 
 
 def read_policy(kafka: Mapping[str, Any], topics: RunTopics, opened: Opened) -> PolicyHead:
@@ -67,17 +76,24 @@ def read_policy(kafka: Mapping[str, Any], topics: RunTopics, opened: Opened) -> 
         except UndecodableRecord as error:
             log.warning("%s[%d]@%d decides nothing: %s", *where, error)
             continue
-        if not isinstance(event, Version | Publication):
+        if isinstance(event, Derived):
+            head.derived = event
+        if not isinstance(event, Version | Publication | Reconciled):
             continue
         if (event.number, event.previous) != (head.chain.number, head.chain.previous):
             raise InvalidRecord(f"record {event.number} of the trainer doesn't follow the one before it", *where)
         head.chain = Chain.after(event, record.value or b"")
         if isinstance(event, Publication):
             head.publications.append(event)
-        elif event.version != head.committed + 1:
-            raise InvalidRecord(f"version {event.version} where {head.committed + 1} is due", *where)
+        elif isinstance(event, Version):
+            if event.version != head.committed + 1:
+                raise InvalidRecord(f"version {event.version} where {head.committed + 1} is due", *where)
+            head.history.commit(event)
+        elif {event.version, event.checkpoint} <= head.versions.keys():
+            head.history.reconcile(event)
         else:
-            head.versions[event.version] = event
+            raise InvalidRecord(f"it settles version {event.version} by version {event.checkpoint}, which were not "
+                                "committed before it", *where)  # fmt: skip
     return head
 
 
@@ -93,14 +109,14 @@ class Policy:
         self._name, self._transactor, self._chain = topics.name(POLICY), transactor, chain
         self._lock = threading.Lock()
 
-    def write(self, *makers: Make) -> list[Version | Publication]:
+    def write(self, *makers: Make) -> list[Version | Publication | Reconciled]:
         """Each maker gets `number`, `previous` and `writer`; what they made. Raises Fenced or LogError."""
         with self._lock:
             chain = self._chain.copy()
             made, values = [], []
             for make in makers:
                 record = make(**chain.link(), writer=WRITER)
-                assert isinstance(record, Version | Publication)
+                assert isinstance(record, Version | Publication | Reconciled)
                 made.append(record)
                 values.append(chain.extend(record))
             self._transactor.send([Output(self._name, 0, value) for value in values])
@@ -186,9 +202,16 @@ class Publisher:
         self.publish_snapshot_if_due()
 
     def publish_delta(self, version: int, changes: delta.Changes, served_hash: bytes) -> None:
-        """Raises Fenced, LogError or BlobError, and then the base hasn't moved."""
+        """Raises Fenced, LogError or BlobError, and then the base hasn't moved. Where versions between were given up,
+        whoever serves the last of them doesn't have the base: then all weights are published."""
         base = self._base
         assert base is not None
+        if base.version != version - 1:
+            state = delta.copy_state(base.state)
+            delta.write(state, changes)
+            self.publish_snapshot(version, state, served_hash)
+            self.advance(version, changes, served_hash)
+            return
         offsets, size = self._sender.send(delta.encode_delta(version, base.state, changes, self._settings.codec))
         self._write(self._publication(version, delta.DELTA, served_hash, offsets, size, delta.changed(changes),
                                       base.state, base=base))  # fmt: skip

@@ -443,6 +443,12 @@ class TrainState:
             views[name].flags.writeable = False
         return views
 
+    @torch.no_grad()
+    def copy_served(self, model: torch.nn.Module) -> None:
+        """Into another model of the same parameters, in the published dtype."""
+        for name, parameter in model.named_parameters():
+            parameter.copy_(self._served[name])
+
     def state_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """What a checkpoint needs, in whole: flat name -> tensor (live, not copied) and metadata, for safetensors. On
         rank 0."""

@@ -58,6 +58,11 @@ class ReasoningGym:
         reward = float(dataset.score_answer(text.strip(), item))
         return Verdict(reward, success=reward >= 1.0, components={"verifier": reward})
 
+    def entry(self, task: Task) -> dict[str, Any]:
+        """The data set's own entry (question, answer, metadata), with the question as `prompt` too."""
+        _, item = self._item(json.loads(task.data))
+        return {**item, "prompt": item["question"]}
+
     def holds_answer(self, task: Task) -> bool:
         """Whether the conversation gives the task's answer away: as a word of it, in any case."""
         answer = str(self._item(json.loads(task.data))[1]["answer"]).lower()

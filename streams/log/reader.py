@@ -124,8 +124,9 @@ class Reader:
                 if record.offset in wanted:
                     found[record.offset] = record
             if lost := wanted - found.keys():
-                raise DataLossError(f"{topic}[{partition}]@{min(lost)}: there is no such record; it was deleted, or "
-                                    "the offset belongs to a marker or an aborted transaction")  # fmt: skip
+                more = f" (nor at {spans(sorted(lost)[1:])})" if len(lost) > 1 else ""
+                raise DataLossError(f"{topic}[{partition}]@{min(lost)}: there is no such record{more}; it was deleted, "
+                                    "or the offset belongs to a marker or an aborted transaction")  # fmt: skip
         return found
 
     def partitions(self, topic: str, timeout_s: float = 30.0) -> list[int]:
@@ -285,6 +286,17 @@ def last_record(config: KafkaConfig, topic: str, partition: int) -> Record | Non
 def _bounds(config: KafkaConfig, topic: str) -> dict[int, tuple[int, int]]:
     with Reader(config) as reader:
         return {partition: reader.bounds(topic, partition) for partition in reader.partitions(topic)}
+
+
+def spans(offsets: Iterable[int]) -> str:
+    """Ascending offsets in words: `0..3, 7`."""
+    runs: list[list[int]] = []
+    for offset in offsets:
+        if runs and offset == runs[-1][1] + 1:
+            runs[-1][1] = offset
+        else:
+            runs.append([offset, offset])
+    return ", ".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
 
 
 def _ranges(offsets: list[int]) -> Iterator[list[int]]:

@@ -249,7 +249,7 @@ def test_step_that_outlasts_the_poll_interval_loses_nothing(run: SyntheticRun, t
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("plan", [
-    tuple(zip((2, 4, 5, 7, 8, 10, 11, 12, 15), BOUNDARIES, strict=True)),
+    tuple(zip((1, 2, 4, 4, 5, 7, 8, 8, 10, 11, 11, 12, 15), BOUNDARIES, strict=True)),
     tuple(zip((2, 3, 5, 7, 9, 10), BOUNDARIES_BETWEEN, strict=True)),
 ], ids=["in turn", "in two threads"])  # fmt: skip
 def test_kill_at_every_boundary_leaves_no_gap_no_skip_and_no_double(
