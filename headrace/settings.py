@@ -72,6 +72,9 @@ class SiteSettings(Section):
     worker_threads: Positive | None = Field(None, description="CPU threads of a worker (none: torch's choice)")
     trainer_threads: Positive | None = Field(None, description="CPU threads of the trainer; another count gives other "
                                                                "bits (none: torch's choice)")  # fmt: skip
+    weights_socket: str | None = Field(None, description="HOST:PORT at which the trainer hands weights to workers "
+                                       "directly, beside the log (none: the log alone); in the clear, so keep it in a "
+                                       "network of its own")  # fmt: skip
     gateway: GatewaySite = GatewaySite()
     stop_at: Positive | None = Field(None, description="the version at which to stop; a greater one goes on later")
     max_deaths: Positive = Field(5, description="a process that dies so often without a minute's life ends the run")

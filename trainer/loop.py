@@ -12,7 +12,7 @@ import logging
 import platform
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from headrace.schemas import delta
 from headrace.schemas.errors import NonFiniteGradient, NonFiniteLogprob, ReplayMismatch
 from headrace.schemas.events import GroupCount, Version
 from headrace.schemas.settings import RunSettings
-from headrace.schemas.topics import POLICY, RunTopics
+from headrace.schemas.topics import POLICY, WEIGHTS, RunTopics
+from headrace.streams.log.direct import Offering
 from headrace.streams.log.hanging import check_settled
 from headrace.streams.log.policy import open_settings
 from headrace.streams.log.reader import Record
@@ -67,7 +68,7 @@ class Trainer:
     """One owner of the run's weights. Made fresh at each start; `start`, then `run`."""
 
     def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, state_dir: Path,
-                 device: str = "cpu") -> None:  # fmt: skip
+                 device: str = "cpu", tap: Callable[[int, bytes], object] | None = None) -> None:  # fmt: skip
         self._kafka, self._topics, self._settings = kafka, topics, settings
         self._transactor = Transactor(kafka, topics.transactional_id("trainer"))
         check_settled(kafka, [(topics.name(POLICY), 0)])
@@ -75,7 +76,7 @@ class Trainer:
         head = read_policy(kafka, topics, opened)
         self._versions, self._published = head.versions, head.published
         self._policy = Policy(topics, self._transactor, head.chain)
-        self._publisher = Publisher(kafka, topics, self._policy, settings.weights)
+        self._publisher = Publisher(kafka, topics, self._policy, settings.weights, tap)
         self._publisher.remember(head.publications)
         self._background = Background(self._publisher)
         self._checkpoints = Checkpoints(state_dir / "checkpoints", settings.checkpoint.keep)
@@ -324,8 +325,10 @@ def run_trainer(
     stop_at: int | None = None,
     threads: int | None = None,
     device: str = "cpu",
+    weights_socket: str | None = None,
 ) -> None:
-    """Train the run until `stop` is set, or until version `stop_at` is published. `state_dir` holds checkpoints.
+    """Train the run until `stop` is set, or until version `stop_at` is published. `state_dir` holds checkpoints;
+    workers get weights directly from `weights_socket`.
 
     Raises Fenced where another trainer took over, ReplayMismatch where re-training gave other bits than were committed,
     InvalidRecord or DataLossError where a batch can't be proved, NonFiniteLogprob, NonFiniteGradient, ModelError.
@@ -333,9 +336,12 @@ def run_trainer(
     if threads is not None:
         torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
-    trainer = Trainer(kafka, topics, settings, state_dir, device)
+    offering = Offering(weights_socket, topics.name(WEIGHTS)) if weights_socket else None
+    trainer = Trainer(kafka, topics, settings, state_dir, device, None if offering is None else offering.offer)
     try:
         trainer.start()
         trainer.run(stop, stop_at)
     finally:
         trainer.close()
+        if offering is not None:
+            offering.close()

@@ -12,6 +12,7 @@ from .chunks import check_chunks as check_chunks
 from .chunks import decode_chunks as decode_chunks
 from .chunks import encode_delta as encode_delta
 from .chunks import encode_snapshot as encode_snapshot
+from .chunks import is_intact as is_intact
 from .plain import CHUNK_BYTES as CHUNK_BYTES
 from .state import Bits as Bits
 from .state import Change as Change

@@ -112,17 +112,18 @@ def test_damaged_bytes_end_the_same_way_in_both(seed: int, codec: str) -> None:
 
 def test_compiled_loops_refuse_what_does_not_fit() -> None:
     """Called past their callers' own checks: an error, and no access outside of the arrays."""
-    assert native.compiled is not None
+    loops: Any = native.compiled
     eight, places = np.zeros(8, np.uint16), np.array([0, 8], np.int64)
-    for call in (
-        lambda: native.compiled.take(eight, 2, places, np.zeros(2, np.uint16)),  # type: ignore[union-attr]
-        lambda: native.compiled.put(eight, 2, places - 9, np.zeros(2, np.uint16)),  # type: ignore[union-attr]
-        lambda: native.compiled.put(eight, 2, places, np.zeros(3, np.uint16)),  # type: ignore[union-attr]
-        lambda: native.compiled.take(eight, 3, places, np.zeros(2, np.uint16)),  # type: ignore[union-attr]
-        lambda: native.compiled.differing(eight, eight[:4], 2, 0, places, eight.copy()),  # type: ignore[union-attr]
-        lambda: native.compiled.element_sums(0, places, 0, eight, None, 2),  # type: ignore[union-attr]
-        lambda: native.compiled.stepped(eight, 2, 20, places, 1, (), 1, eight.copy()),  # type: ignore[union-attr]
-    ):
+    calls: list[tuple[Any, ...]] = [
+        (loops.take, eight, 2, places, np.zeros(2, np.uint16)),
+        (loops.put, eight, 2, places - 9, np.zeros(2, np.uint16)),
+        (loops.put, eight, 2, places, np.zeros(3, np.uint16)),
+        (loops.take, eight, 3, places, np.zeros(2, np.uint16)),
+        (loops.differing, eight, eight[:4], 2, 0, places, eight.copy()),
+        (loops.element_sums, 0, places, 0, eight, None, 2),
+        (loops.stepped, eight, 2, 20, places, 1, (), 1, eight.copy()),
+    ]
+    for call, *arguments in calls:
         with pytest.raises((ValueError, IndexError)):
-            call()
+            call(*arguments)
     assert not eight.any()
