@@ -26,6 +26,7 @@ from .state import changed as changed
 from .state import copy_state as copy_state
 from .state import diff as diff
 from .state import elements as elements
+from .state import put as put
 from .state import write as write
 from .state import write_pieces as write_pieces
 from .statehash import HASH_ALGORITHM as HASH_ALGORITHM

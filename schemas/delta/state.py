@@ -114,7 +114,7 @@ def put(elements: Bits, positions: Positions | NDArray[np.uint32], values: Bits)
     if native.compiled is None:
         elements[positions] = values
     else:
-        native.compiled.put(elements, elements.itemsize, positions, values)
+        native.compiled.put(elements, elements.itemsize, positions, np.ascontiguousarray(values))
 
 
 def changed(changes: Mapping[str, Change]) -> int:

@@ -74,7 +74,7 @@ def source(kafka: Kafka, run_name: str) -> Source:
 
 
 @contextmanager
-def receiving(source: Source, target: Target, **options: Any) -> Iterator[Receiver]:
+def receiving(source: Publishing, target: Target, **options: Any) -> Iterator[Receiver]:
     receiver = Receiver(source.kafka, source.topics, worker="w", incarnation="i", **options)
     try:
         assert receiver.load(target)
