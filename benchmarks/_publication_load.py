@@ -1,8 +1,9 @@
 """Weights to publish, and a replica to publish them to: what `benchmarks.publication` runs in processes of their own.
 
 `python -m benchmarks._publication_load RUN --bootstrap HOST:PORT --model FOLDER|synthetic:N --checkpoint FILE` is the
-replica. It follows the run by the worker's own receiver. With a model folder it samples all the while (a full engine of
-four requests); with synthetic weights it only holds them. It prints one JSON line for each thing that happened.
+replica (with `--direct HOST:PORT`, weights come to it over a socket). It follows the run by the worker's own receiver.
+With a model folder it samples all the while (a full engine of four requests); with synthetic weights it only holds
+them. It prints one JSON line for each thing that happened.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from headrace.producers.engines import GenerationRequest, Sampling
 from headrace.producers.lifeline import die_with_parent
 from headrace.producers.receiver import Receiver
 from headrace.schemas import delta
-from headrace.schemas.topics import RunTopics
+from headrace.schemas.topics import WEIGHTS, RunTopics
+from headrace.streams.log.direct import Ahead, Following
 
 from . import harness
 from .baselines import reload
@@ -151,14 +153,17 @@ def main() -> int:
     parser.add_argument("run")
     for name in ("bootstrap", "model", "checkpoint", "parent", "name"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--direct")
     given = parser.parse_args()
     die_with_parent(int(given.parent))
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     kind, _, size = given.model.partition(":")
     target: Any = Held(synthetic(int(size))) if kind == "synthetic" else Sampled(given.model)
-    receiver = Receiver({"bootstrap.servers": given.bootstrap}, RunTopics(given.run), worker=given.name,
-                        incarnation=given.name, audit_s=1e9)  # fmt: skip
+    topics, ahead = RunTopics(given.run), Ahead() if given.direct else None
+    following = Following(given.direct, topics.name(WEIGHTS), ahead) if ahead is not None else None
+    receiver = Receiver({"bootstrap.servers": given.bootstrap}, topics, worker=given.name, incarnation=given.name,
+                        audit_s=1e9, ahead=ahead)  # fmt: skip
     if not receiver.load(target, stop):
         return 0
     for _ in range(20):
@@ -188,6 +193,8 @@ def main() -> int:
             told = now
             say("tokens", t=now, n=tokens)
     receiver.close()
+    if following is not None:
+        following.close()
     return 0
 
 
@@ -196,12 +203,13 @@ def say(event: str, **facts: Any) -> None:
 
 
 @contextlib.contextmanager
-def replica(run: str, bootstrap: str, model: str, checkpoint: Path, name: str) -> Iterator[Replica]:
+def replica(run: str, bootstrap: str, model: str, checkpoint: Path, name: str, direct: str | None = None
+            ) -> Iterator[Replica]:  # fmt: skip
     import os
 
     argv: list[str | Path] = [sys.executable, "-m", "benchmarks._publication_load", run, "--bootstrap", bootstrap,
                              "--model", model, "--checkpoint", checkpoint, "--parent", str(os.getpid()), "--name",
-                             name]  # fmt: skip
+                             name, *(["--direct", direct] if direct else [])]  # fmt: skip
     with harness.Started(argv, env={"OMP_NUM_THREADS": "1"}) as process:
         yield Replica(process)
 

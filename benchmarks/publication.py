@@ -1,10 +1,11 @@
 """From a trainer's new weights to a replica's first token: bytes, times, pause, memory, and what rollouts lose.
 
 The trainer's own publisher and background thread publish deltas of weights that change as in an AdamW step, through the
-broker or through a folder; replicas (processes) follow by the worker's own receiver. SmolLM2-135M is served by the real
-engine, full of requests; 1.5 billion synthetic weights are only held (one replica: four would not fit). The baseline is
-a full checkpoint that each replica loads in place. A step of training is a real one of the same model, which the
-publication of the version before runs beside; its stall is what the trainer's thread spends on publishing.
+broker, directly over a socket, or through a folder; replicas (processes) follow by the worker's own receiver.
+SmolLM2-135M is served by the real engine, full of requests; 1.5 billion synthetic weights are only held (one replica:
+four would not fit). The baseline is a full checkpoint that each replica loads in place. A step of training is a real
+one of the same model, which the publication of the version before runs beside; its stall is what the trainer's thread
+spends on publishing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from headrace.schemas.errors import ModelError
 from headrace.schemas.events import Version
 from headrace.schemas.hashes import digest
 from headrace.schemas.settings import RunSettings
-from headrace.schemas.topics import RunTopics
+from headrace.schemas.topics import WEIGHTS, RunTopics
+from headrace.streams.log.direct import Offering
 from headrace.streams.log.policy import open_settings
 from headrace.streams.log.transactions import Transactor
 
@@ -95,7 +97,7 @@ class Published:
 class Source:
     """A run whose trainer only publishes. The base is the only copy of the weights that it holds."""
 
-    def __init__(self, broker: Broker, run: str, model: str, **weights: Any) -> None:
+    def __init__(self, broker: Broker, run: str, model: str, *, direct: bool = False, **weights: Any) -> None:
         kafka = harness.kafka_of(broker)
         self.topics, self.bootstrap, self.model = RunTopics(run), str(kafka["bootstrap.servers"]), model
         path = model if ":" not in model else "synthetic"
@@ -110,7 +112,9 @@ class Source:
         self._transactor = Transactor(kafka, self.topics.transactional_id("trainer"))
         opened = open_settings(kafka, self.topics)
         policy = Policy(self.topics, self._transactor, Chain(0, digest(opened.value)))
-        self.publisher = Publisher(kafka, self.topics, policy, settings.weights)
+        self.offering = Offering("127.0.0.1:0", self.topics.name(WEIGHTS)) if direct else None
+        tap = None if self.offering is None else self.offering.offer
+        self.publisher = Publisher(kafka, self.topics, policy, settings.weights, tap)
         self.background = Background(self.publisher)
         state = _state(model)
         hashed = delta.state_hash(state)
@@ -157,17 +161,24 @@ class Source:
     def close(self) -> None:
         self.background.close()
         self.publisher.close()
+        if self.offering is not None:
+            self.offering.close()
         self._transactor.close()
+
+    def replica(self, checkpoint: Path, name: str) -> contextlib.AbstractContextManager[Replica]:
+        direct = None if self.offering is None else f"127.0.0.1:{self.offering.port}"
+        return replica(self.topics.run, self.bootstrap, self.model, checkpoint, name, direct)
 
 
 def _compare(result: Result, broker: Broker, folder: Path, model: str, label: str, counts: Sequence[int], quick: bool,
              limited: bool = False) -> None:  # fmt: skip
     checkpoint = folder / "whole.safetensors"
     whole = 0
-    for through in ("broker", "folder"):
+    for through in ("broker", "socket", "folder"):
         for count in counts:
             store = {"store_url": (folder / f"store-{label}").as_uri()} if through == "folder" else {}
-            source = Source(broker, f"{through}-{count}-{time.monotonic_ns():x}", model, **store)
+            source = Source(broker, f"{through}-{count}-{time.monotonic_ns():x}", model, direct=through == "socket",
+                            **store)  # fmt: skip
             try:
                 if not whole:
                     began = time.monotonic()
@@ -188,8 +199,7 @@ def _compare(result: Result, broker: Broker, folder: Path, model: str, label: st
 def _follow(result: Result, source: Source, checkpoint: Path, subject: str, count: int, whole: int,
             times: int) -> None:  # fmt: skip
     with contextlib.ExitStack() as stack:
-        replicas = [stack.enter_context(replica(source.topics.run, source.bootstrap, source.model, checkpoint, f"w{i}"))
-                    for i in range(count)]  # fmt: skip
+        replicas = [stack.enter_context(source.replica(checkpoint, f"w{i}")) for i in range(count)]
         for one in replicas:
             one.wait_for("ready")
         full = [one["pause_s"] for each in replicas for one in each.said("reloaded")[1:]]
@@ -235,10 +245,10 @@ def _throughput(result: Result, broker: Broker, model: str, label: str, checkpoi
     """Tokens a second of one replica while nothing comes, and from the moment at which a delta is on its way."""
     size = 0.0
     for limit in (False, True):
-        weights = {"max_bytes_per_s": max(1.0, LIMIT * size)} if limit else {}
+        weights: dict[str, Any] = {"max_bytes_per_s": max(1.0, LIMIT * size)} if limit else {}
         source = Source(broker, f"limit-{time.monotonic_ns():x}", model, **weights)
         try:
-            with replica(source.topics.run, source.bootstrap, model, checkpoint, "w") as one:
+            with source.replica(checkpoint, "w") as one:
                 one.wait_for("ready")
                 settled = 2.0 if quick else 8.0
                 time.sleep(settled)

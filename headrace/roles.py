@@ -70,7 +70,8 @@ def _worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, 
             stop: threading.Event, name: str | None) -> None:  # fmt: skip
     from headrace.producers.worker import run_worker
 
-    run_worker(kafka, topics, settings, stop, _engine(site), name=name, threads=site.worker_threads)
+    run_worker(kafka, topics, settings, stop, _engine(site), name=name, threads=site.worker_threads,
+               weights_socket=site.weights_socket)  # fmt: skip
 
 
 def _engine(site: SiteSettings) -> EngineChoice:
@@ -86,7 +87,8 @@ def _trainer(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings,
     if site.trainer_processes > 1 and "RANK" not in os.environ:
         _under_torchrun(site.trainer_processes)
     run_trainer(kafka, topics, settings, stop, state_dir=state_dir(site, topics.run), stop_at=site.stop_at,
-                threads=site.trainer_threads, device=site.trainer_device)  # fmt: skip
+                threads=site.trainer_threads, device=site.trainer_device,
+                weights_socket=site.weights_socket)  # fmt: skip
 
 
 def _under_torchrun(processes: int) -> NoReturn:

@@ -14,6 +14,7 @@ from headrace.schemas.errors import DamagedWeights, DataLossError, UndecodableRe
 from headrace.schemas.events import Publication, SchemaAdded, WeightChunk
 from headrace.schemas.topics import POLICY, WEIGHTS, RunTopics
 from headrace.streams.log.blobs import get
+from headrace.streams.log.direct import Ahead
 from headrace.streams.log.policy import learn_from, open_settings
 from headrace.streams.log.reader import Reader, Record, beginning_offsets, end_offsets
 
@@ -86,14 +87,18 @@ class Publications:
 
 
 def fetch(reader: Reader, topics: RunTopics, publication: Publication,
-          pause: Callable[[int], object] = lambda size: None) -> list[WeightChunk]:  # fmt: skip
-    """The chunks that a publication names, with their data, from the log or the store. After each, `pause` is called
-    with the bytes that it brought. Raises DamagedWeights where one isn't a chunk, DataLossError where one is no longer
-    retained, BlobLost and BlobDamaged where its file is gone or another one, BlobError where the store doesn't
-    answer."""
+          pause: Callable[[int], object] = lambda size: None, ahead: Ahead | None = None
+          ) -> list[WeightChunk]:  # fmt: skip
+    """The chunks that a publication names, with their data: those that came `ahead`, the others from the log; where the
+    run has a store, from there. After each that the log is asked for, `pause` is called with the bytes that it brought.
+    Raises DamagedWeights where one isn't a chunk, DataLossError where one is no longer retained, BlobLost and
+    BlobDamaged where its file is gone or another one, BlobError where the store doesn't answer."""
     name = topics.name(WEIGHTS)
     wanted = set(publication.chunks)
     found: dict[int, WeightChunk] = {}
+    if ahead is not None:
+        found = {offset: chunk for offset in publication.chunks if (chunk := _came_ahead(ahead, name, offset))}
+    wanted -= found.keys()
     for record in reader.read(name, 0, min(wanted, default=0), max(wanted, default=-1) + 1):
         if record.offset in wanted:
             found[record.offset] = chunk = _chunk(record)
@@ -102,6 +107,17 @@ def fetch(reader: Reader, topics: RunTopics, publication: Publication,
         raise DataLossError(f"{name}[0]@{min(lost)}: the {publication.kind} of version {publication.version} names it, "
                             "and there is no such record")  # fmt: skip
     return [found[offset] for offset in publication.chunks]
+
+
+def _came_ahead(ahead: Ahead, topic: str, offset: int) -> WeightChunk | None:
+    """What is damaged is looked for in the log."""
+    if (value := ahead.take(offset)) is None:
+        return None
+    try:
+        chunk = _chunk(Record(topic, 0, offset, 0, None, value))
+    except DamagedWeights:
+        return None
+    return chunk if delta.is_intact(chunk) else None
 
 
 def _chunk(record: Record) -> WeightChunk:

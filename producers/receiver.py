@@ -33,6 +33,7 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.events import Publication, PublicationClock
 from headrace.schemas.topics import POLICY, WEIGHTS, RunTopics
+from headrace.streams.log.direct import Ahead
 from headrace.streams.log.pace import Pace
 from headrace.streams.log.policy import open_settings
 from headrace.streams.log.reader import Reader, beginning_offsets
@@ -83,9 +84,11 @@ class Receiver:
         incarnation: str = "",
         initial: Callable[[], Arrays] | None = None,
         audit_s: float = AUDIT_S,
+        ahead: Ahead | None = None,
     ) -> None:
         """`initial` loads the bits of version 0 again; without it only snapshots serve as a full base. `audit_s`: from
-        one audit of the served weights to the next."""
+        one audit of the served weights to the next. `ahead`: where records of `weights` may lie before the log is
+        asked for them."""
         self._kafka, self._topics, self._initial = kafka, topics, initial
         self._worker, self._incarnation = worker, incarnation
         self._lock = threading.Lock()  # guards what both threads touch: from _ready to _writes
@@ -104,6 +107,7 @@ class Receiver:
         self._state: dict[str, delta.Tensor] = {}  # live
         self._dtype = ""
         self._pace = Pace(None)
+        self._ahead = ahead
         self._audit_s = audit_s
         self._unaudited: list[str] = []  # tensors that this audit has yet to count
         self._waiting: PublicationClock | None = None  # applied, no token sampled yet
@@ -280,7 +284,7 @@ class Receiver:
         """The next version, from what is served. None where it was refused: another way, if there is one."""
         record = published.record
         try:
-            chunks = fetch(weights, self._topics, record, self._pause)
+            chunks = fetch(weights, self._topics, record, self._pause, self._ahead)
             delta.check_chunks(record, chunks)
         except _LOST as error:
             self._mark(published, error)
@@ -314,7 +318,7 @@ class Receiver:
                     state = delta.copy_state(delta.as_state(self._initial(), self._dtype))
                     check_initial(self._publications, self._topics, delta.state_hash(state))
                 else:
-                    chunks = fetch(weights, self._topics, record, self._pause)
+                    chunks = fetch(weights, self._topics, record, self._pause, self._ahead)
                     fetched = _now()
                     delta.verify_and_apply(state, at, served_hash, record, chunks)
             except _LOST as error:

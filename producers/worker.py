@@ -40,9 +40,10 @@ from headrace.schemas.outcomes import (
     Source,
 )
 from headrace.schemas.settings import RunSettings
-from headrace.schemas.topics import FLEET, TASKS, TRAJECTORIES, RunTopics
+from headrace.schemas.topics import FLEET, TASKS, TRAJECTORIES, WEIGHTS, RunTopics
 from headrace.schemas.waiting import Idle
 from headrace.streams.log.blobs import open_blobs
+from headrace.streams.log.direct import Ahead, Following
 from headrace.streams.log.policy import Schemas
 from headrace.streams.log.reader import Reader, end_offsets
 
@@ -394,7 +395,8 @@ class Worker:
 
 
 def run_worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, stop: threading.Event,
-               choice: EngineChoice, *, name: str | None = None, threads: int | None = None) -> None:  # fmt: skip
+               choice: EngineChoice, *, name: str | None = None, threads: int | None = None,
+               weights_socket: str | None = None) -> None:  # fmt: skip
     """Load the model, catch up with the newest published version, then serve leases until `stop`.
 
     As many sequences as decode at once may wait, so that the engine never idles while the coordinator learns of a free
@@ -409,8 +411,10 @@ def run_worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSetting
     model = settings.model
     name, incarnation = name or _default_name(), uuid.uuid4().hex
     engine = open_engine(model, choice)
+    ahead = Ahead() if weights_socket else None
+    following = Following(weights_socket, topics.name(WEIGHTS), ahead) if weights_socket and ahead else None
     receiver = Receiver(kafka, topics, worker=name, incarnation=incarnation,
-                        initial=lambda: ModelFolder(model.path, model.dtype, model.lora).bits)  # fmt: skip
+                        initial=lambda: ModelFolder(model.path, model.dtype, model.lora).bits, ahead=ahead)  # fmt: skip
     try:
         if not receiver.load(engine, stop):
             return
@@ -419,6 +423,8 @@ def run_worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSetting
         worker.run(stop)
     finally:
         receiver.close()
+        if following is not None:
+            following.close()
         engine.close()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 
-CONTENT_ALGORITHM = "headrace-content128-2"  # BLAKE2b over what `payload.content_hash` says
+CONTENT_ALGORITHM = "headrace-content128-3"  # BLAKE2b over what `payload.content_hash` says
 GENESIS = b"\0" * 16  # what the first record of a chain calls the one before it
 
 

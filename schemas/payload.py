@@ -98,6 +98,20 @@ def _hashed_parts(payload: GroupPayload) -> Iterator[bytes]:
         yield b"".join([_plane(span, i) for i in range(4) for span in spans])
         yield b"".join([_RUN.pack(*run) for run in _merged(run for span in spans for run in _version_runs(span))])
         yield b"".join([_RUN.pack(*run) for run in _merged(run for span in spans for run in _trainable_runs(span))])
+        if branches := _branches(spans):
+            yield branches
+
+
+def _branches(spans: Sequence[PayloadSpan]) -> bytes:
+    """For each span that doesn't continue the one before it: its first token, and the token behind the one that it
+    continues (0: none, a context of its own; -1: there is no such place)."""
+    if all(span.parent == -1 for span in spans):
+        return b""
+    bounds = [0, *itertools.accumulate(span.count for span in spans)]
+    return b"".join(
+        _RUN.pack(bounds[i], bounds[span.parent] if 0 <= span.parent <= i else -1)
+        for i, span in enumerate(spans) if span.parent not in (-1, i)
+    )  # fmt: skip
 
 
 def _plane(span: PayloadSpan, i: int) -> bytes:

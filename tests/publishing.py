@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ class Publishing:
     """Version n differs from n - 1 in a twentieth of its elements, by the bits of `flip`. `history[n]` are its bits."""
 
     def __init__(self, kafka: Mapping[str, Any], run: str, *, arrays: Mapping[str, NDArray[Any]], flip: int = 1,
-                 weights: Mapping[str, Any] | None = None, **sections: Any) -> None:  # fmt: skip
+                 weights: Mapping[str, Any] | None = None, tap: Callable[[int, bytes], object] | None = None,
+                 **sections: Any) -> None:  # fmt: skip
         self.kafka, self.topics, self._flip = kafka, RunTopics(run), flip
         plain: dict[str, Any] = {
             "model": {"path": str(Path.cwd()), "dtype": DTYPE}, "tasks": {"dataset": "chain_sum"},
@@ -41,7 +42,7 @@ class Publishing:
         self._other = Transactor(kafka, self.topics.transactional_id("test"))
         opened = open_settings(kafka, self.topics)
         policy = Policy(self.topics, self.transactor, Chain(0, digest(opened.value)))
-        self.publisher = Publisher(kafka, self.topics, policy, settings.weights)
+        self.publisher = Publisher(kafka, self.topics, policy, settings.weights, tap)
         self.arrays = {name: bits.copy() for name, bits in arrays.items()}
         self.history = [{name: bits.copy() for name, bits in arrays.items()}]
 

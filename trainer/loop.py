@@ -12,7 +12,7 @@ import logging
 import platform
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.events import FORK, Derived, GroupCount, Reconciled, Version
 from headrace.schemas.settings import RunSettings
-from headrace.schemas.topics import POLICY, RunTopics
+from headrace.schemas.topics import POLICY, WEIGHTS, RunTopics
+from headrace.streams.log.direct import Offering
 from headrace.streams.log.hanging import check_settled
 from headrace.streams.log.policy import open_settings
 from headrace.streams.log.transactions import Transactor
@@ -100,7 +101,7 @@ class Trainer:
     """One owner of the run's weights. Made fresh at each start; `start`, then `run`."""
 
     def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, state_dir: Path,
-                 ranks: Ranks = ALONE) -> None:  # fmt: skip
+                 ranks: Ranks = ALONE, tap: Callable[[int, bytes], object] | None = None) -> None:  # fmt: skip
         self._kafka, self._topics, self._settings = kafka, topics, settings
         self._transactor = Transactor(kafka, topics.transactional_id("trainer"))
         check_settled(kafka, [(topics.name(POLICY), 0)])
@@ -108,7 +109,7 @@ class Trainer:
         head = read_policy(kafka, topics, opened)
         self._history, self._published, self._derived = head.history, head.published, head.derived
         self._policy = Policy(topics, self._transactor, head.chain)
-        self._publisher = Publisher(kafka, topics, self._policy, settings.weights)
+        self._publisher = Publisher(kafka, topics, self._policy, settings.weights, tap)
         self._publisher.remember(head.publications)
         self._background = Background(self._publisher)
         self._deterministic = settings.checkpoint.deterministic
@@ -434,16 +435,19 @@ def run_trainer(
     stop_at: int | None = None,
     threads: int | None = None,
     device: str = "cpu",
+    weights_socket: str | None = None,
 ) -> None:
-    """Train the run until `stop` is set, or until version `stop_at` is published. `state_dir` holds checkpoints. Under
-    torchrun this is what rank 0 does, and `run_follower` what the others do.
+    """Train the run until `stop` is set, or until version `stop_at` is published. `state_dir` holds checkpoints;
+    workers get weights directly from `weights_socket`. Under torchrun this is what rank 0 does, and `run_follower` what
+    the others do.
 
     Raises Fenced where another trainer took over, ReplayMismatch where re-training gave other bits than were committed
     and the run's settings don't say how to go on (`checkpoint.on_difference`),
     InvalidRecord or DataLossError where a batch can't be proved, NonFiniteLogprob, NonFiniteGradient, ModelError.
     """
     ranks = _joined(threads, device, settings.checkpoint.deterministic)
-    trainer = Trainer(kafka, topics, settings, state_dir, ranks)
+    offering = Offering(weights_socket, topics.name(WEIGHTS)) if weights_socket else None
+    trainer = Trainer(kafka, topics, settings, state_dir, ranks, None if offering is None else offering.offer)
     try:
         trainer.start()
         trainer.run(stop, stop_at)
@@ -453,6 +457,8 @@ def run_trainer(
         raise
     finally:
         trainer.close()
+        if offering is not None:
+            offering.close()
     leave()
 
 

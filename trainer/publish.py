@@ -162,10 +162,12 @@ class Publisher:
     while a delta is on its way, and only `compare` while a snapshot is (both only read the base).
     """
 
-    def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, policy: Policy, weights: WeightSettings) -> None:
+    def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, policy: Policy, weights: WeightSettings,
+                 tap: Callable[[int, bytes], object] | None = None) -> None:  # fmt: skip
+        """`tap`: who else gets the records of `weights` (streams.log.direct)."""
         self._policy, self._settings = policy, weights
         self._sender = Sender(kafka, topics.name(WEIGHTS), max_bytes_per_s=weights.max_bytes_per_s,
-                              store=open_weights(weights.store_url, topics.run))  # fmt: skip
+                              store=open_weights(weights.store_url, topics.run), tap=tap)  # fmt: skip
         self._base: _Base | None = None
         self._since = Since()
         self._snapshots: list[Publication] = []

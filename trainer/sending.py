@@ -36,10 +36,13 @@ class Sender:
     """One thread sends; any thread may `abandon`."""
 
     def __init__(self, kafka: Mapping[str, Any], topic: str, *, max_bytes_per_s: float | None = None,
-                 store: WeightStore | None = None) -> None:  # fmt: skip
+                 store: WeightStore | None = None,
+                 tap: Callable[[int, bytes], object] | None = None) -> None:  # fmt: skip
+        """`tap` gets each record, with its offset, once the log has it; it must not wait."""
         self._kafka, self._topic, self._store = kafka, topic, store
         self._producer = clients.producer(kafka, **{"compression.type": "none"})  # chunks are compressed already
         self._pace = Pace(max_bytes_per_s)
+        self._tap = tap
         self._abandoned = threading.Event()
 
     def send(self, chunks: Iterable[WeightChunk]) -> tuple[list[int], int]:
@@ -49,19 +52,22 @@ class Sender:
         failed: list[str] = []
         count = size = 0
 
-        def delivered(index: int) -> Callable[[KafkaError | None, Message], None]:
+        def delivered(index: int, value: bytes | None) -> Callable[[KafkaError | None, Message], None]:
             def report(error: KafkaError | None, message: Message) -> None:
                 at = message.offset()
                 if error is not None or at is None or at < 0:
                     failed.append(error.str() if error is not None else "it was acknowledged without its offset")
                 else:
                     offsets[index] = at
+                    if value is not None and self._tap is not None:
+                        self._tap(at, value)
 
             return report
 
         try:
             for chunk in chunks:
-                self._produce(encode(self._stored(chunk)), delivered(count))
+                value = encode(self._stored(chunk))
+                self._produce(value, delivered(count, value if self._tap is not None else None))
                 count, size = count + 1, size + len(chunk.data)
                 if self._abandoned.wait(self._pace.wait_s(len(chunk.data), time.monotonic())):
                     raise Abandoned

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas import delta
 from headrace.schemas.adapter import inject
 from headrace.schemas.errors import WeightsRefused
 from headrace.schemas.settings import LoraSettings
@@ -56,7 +57,10 @@ def write_changes(bits: Mapping[str, NDArray[Any]], changes: Changes) -> None:
     """Overwrite `bits` in place with changes that were checked."""
     for name, (positions, values) in changes.items():
         flat = bits[name].reshape(-1)
-        flat[slice(None) if positions is None else positions] = values.reshape(-1)
+        if positions is None:
+            flat[:] = values.reshape(-1)
+        else:
+            delta.put(flat, positions, values)
 
 
 def read_only(bits: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:

@@ -12,6 +12,7 @@ from .chunks import check_chunks as check_chunks
 from .chunks import decode_chunks as decode_chunks
 from .chunks import encode_delta as encode_delta
 from .chunks import encode_snapshot as encode_snapshot
+from .chunks import is_intact as is_intact
 from .plain import CHUNK_BYTES as CHUNK_BYTES
 from .state import Bits as Bits
 from .state import Change as Change
@@ -25,6 +26,7 @@ from .state import changed as changed
 from .state import copy_state as copy_state
 from .state import diff as diff
 from .state import elements as elements
+from .state import put as put
 from .state import write as write
 from .state import write_pieces as write_pieces
 from .statehash import HASH_ALGORITHM as HASH_ALGORITHM

@@ -56,8 +56,13 @@ def check_chunks(publication: Publication, chunks: Sequence[WeightChunk]) -> Non
             raise DamagedWeights(f"{what} belongs to the {chunk.kind} of version {chunk.version}")
         if (chunk.index, chunk.of) != (place, of):
             raise DamagedWeights(f"{what} says that it is {chunk.index} of {chunk.of}: chunks are missing or misplaced")
-        if checksum_of(chunk.version, chunk.kind, place, of, chunk.data) != chunk.checksum:
+        if not is_intact(chunk):
             raise DamagedWeights(f"{what} has another checksum than it names: {len(chunk.data)} bytes were damaged")
+
+
+def is_intact(chunk: WeightChunk) -> bool:
+    """Whether it is as it was written."""
+    return checksum_of(chunk.version, chunk.kind, chunk.index, chunk.of, chunk.data) == chunk.checksum
 
 
 def decode_chunks(chunks: Iterable[WeightChunk], state: State) -> Iterator[list[Piece]]:

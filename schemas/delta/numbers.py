@@ -32,10 +32,15 @@ def on_line(dtype: str, bits: Bits) -> Bits:
     return line
 
 
+def mantissa_of(dtype: str) -> int:
+    """Its bits; -1 for formats without an exponent."""
+    return _MANTISSA.get(dtype, -1)
+
+
 def octave(dtype: str, bits: Bits) -> NDArray[np.uint8]:
     """The exponent's bits; 0 for formats without one."""
-    mantissa = _MANTISSA.get(dtype)
-    if mantissa is None:
+    mantissa = mantissa_of(dtype)
+    if mantissa < 0:
         return np.zeros(bits.size, np.uint8)
     exponents = bits >> bits.dtype.type(mantissa)
     exponents &= bits.dtype.type((1 << 8 * bits.itemsize - 1 - mantissa) - 1)

@@ -8,12 +8,13 @@ everything changed, a bit for every element is shorter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from . import native
 from .state import Positions
 from .streams import Columns, Writer
 
@@ -27,6 +28,7 @@ _DENSE_MEAN = 3.0  # elements between two changed ones; below it a bitmap is sho
 _BITMAP = 255  # in place of a row's cut
 _ESCAPE = 255  # a high part of so much or more: the rest is in a column of its own
 _WIDTHS = (8, 4, 2, 1)
+_MOST = 56  # bits that are cut off
 _FARTHEST = 1 << 44  # no two elements of any model are so far apart; sums of a chunk's distances stay below 2^63
 
 
@@ -68,39 +70,38 @@ def take_gaps(columns: Columns, count: int) -> Positions:
     """The positions (int64 [count], ascending, >= 0) that `put_gaps` wrote. Raises ValueError where that isn't what is
     there."""
     cuts = columns.take(-(-count // _ROW))
-    groups = list(_by_cut(cuts, count))
-    if any(56 < cut < _BITMAP for cut, _ in groups):
+    sizes = _sizes(cuts, count)
+    if any(_MOST < cut < _BITMAP for cut in sizes):
         raise ValueError("distances that are cut nowhere")
-    found: list[tuple[_Rows, Gaps]] = []
-    for rows in [rows for cut, rows in groups if cut == _BITMAP]:
+    mapped, in_bitmap = np.zeros(0, np.uint64), sizes.pop(_BITMAP, 0)
+    if in_bitmap:
         places = np.flatnonzero(np.unpackbits(columns.take()))
-        if places.size != _size(rows, count):
-            raise ValueError(f"{places.size} places in a bitmap of {_size(rows, count)}")
-        found.append((rows, (np.diff(places, prepend=-1) - 1).view(np.uint64)))
-    groups = [(cut, rows) for cut, rows in groups if cut != _BITMAP]
-    sizes = [_size(rows, count) for _, rows in groups]
-    if groups:
-        high = columns.take(sum(sizes))
-        escaped = _unplanes(columns.take())
-        # Without escapes the high part has 8 bits, and 16 hold it with as many low bits.
-        wide: Gaps = high.astype(np.uint64 if escaped.size or max(cut for cut, _ in groups) > 7 else np.uint16)
-        if escaped.size or high.max() == _ESCAPE:
-            wide[high == _ESCAPE] += escaped.astype(wide.dtype)
-        at = 0
-        for (cut, rows), size in zip(groups, sizes, strict=True):
-            found.append((rows, _put_back(columns, wide[at : at + size], cut)))
-            at += size
-    if len(found) == 1:
-        gaps = found[0][1]
-    else:
-        gaps = np.empty(count, np.uint64)
-        for rows, part in found:
-            gaps[rows] = part
-    gaps[1:] += gaps.dtype.type(1)
-    positions = np.cumsum(gaps, dtype=np.int64)
+        if places.size != in_bitmap:
+            raise ValueError(f"{places.size} places in a bitmap of {in_bitmap}")
+        mapped = (np.diff(places, prepend=-1) - 1).view(np.uint64)
+    high, escaped = np.zeros(0, np.uint8), mapped[:0]
+    if sizes:
+        high, escaped = columns.take(sum(sizes.values())), _unplanes(columns.take())
+    low = tuple(columns.take(-(-size * width // 8)) for cut, size in sizes.items() for width, _ in _columns(cut))
+    if native.compiled is not None:
+        positions = np.empty(count, np.int64)
+        native.compiled.positions(cuts, high, escaped, mapped, low, positions)
+        return positions
+    if np.count_nonzero(high == _ESCAPE) != escaped.size:
+        raise ValueError("distances that nobody has")
+    gaps = _put_back(cuts, count, sizes, high, escaped, mapped, low)
     if gaps.itemsize == 8 and (gaps > _FARTHEST).any():
         raise ValueError("distances that are beyond all weights")
-    return positions
+    gaps[1:] += gaps.dtype.type(1)
+    return np.cumsum(gaps, dtype=np.int64)
+
+
+def _sizes(cuts: NDArray[np.uint8], count: int) -> dict[int, int]:
+    """For each cut that occurs, ascending, the gaps in rows that have it."""
+    rows = cuts.tobytes()
+    sizes = {cut: _ROW * rows.count(cut) for cut in sorted(set(rows))}
+    sizes[rows[-1]] -= _ROW * len(rows) - count
+    return sizes
 
 
 def _by_cut(cuts: NDArray[np.uint8], count: int) -> Iterator[tuple[int, _Rows]]:
@@ -113,29 +114,38 @@ def _by_cut(cuts: NDArray[np.uint8], count: int) -> Iterator[tuple[int, _Rows]]:
         yield cut, each == cut
 
 
-def _size(rows: _Rows, count: int) -> int:
-    return count if isinstance(rows, slice) else int(np.count_nonzero(rows))
-
-
 def _cut_off(gaps: Gaps, cut: int) -> list[NDArray[np.uint8]]:
     """The low `cut` bits, lowest first, in columns of 8, 4, 2 and 1 bits."""
-    columns, at = [], 0
-    for width in _WIDTHS:
-        while cut >= width:
-            part = (gaps >> gaps.dtype.type(at) if at else gaps).astype(np.uint8)
-            columns.append(_pack(part, width))
-            at, cut = at + width, cut - width
-    return columns
+    return [_pack((gaps >> gaps.dtype.type(at) if at else gaps).astype(np.uint8), width) for width, at in _columns(cut)]
 
 
-def _put_back(columns: Columns, high: Gaps, cut: int) -> Gaps:
-    unsigned, at = high.dtype.type, 0
-    gaps = high << unsigned(cut) if cut else high
+def _columns(cut: int) -> Iterator[tuple[int, int]]:
+    """The columns that hold the low `cut` bits: how wide each is, and from which bit up."""
+    at = 0
     for width in _WIDTHS:
         while cut - at >= width:
-            part = _unpack(columns.take(-(-high.size * width // 8)), width, high.size)
-            gaps |= part.astype(high.dtype) << unsigned(at) if at else part
+            yield width, at
             at += width
+
+
+def _put_back(cuts: NDArray[np.uint8], count: int, sizes: dict[int, int], high: NDArray[np.uint8],
+              escaped: NDArray[np.uint64], mapped: NDArray[np.uint64], low: Sequence[NDArray[np.uint8]]
+              ) -> Gaps:  # fmt: skip
+    """All gaps from their columns."""
+    # Without escapes the high part has 8 bits, and 16 hold it with as many low bits.
+    wide: Gaps = high.astype(np.uint64 if escaped.size or max(sizes, default=0) > 7 else np.uint16)
+    wide[high == _ESCAPE] += escaped.astype(wide.dtype)
+    found, columns, at = {_BITMAP: mapped} if mapped.size else {}, iter(low), 0
+    for cut, size in sizes.items():
+        part = wide[at : at + size] << wide.dtype.type(cut)
+        for width, shift in _columns(cut):
+            part |= _unpack(next(columns), width, size).astype(wide.dtype) << wide.dtype.type(shift)
+        found[cut], at = part, at + size
+    if len(found) == 1:
+        return next(iter(found.values()))
+    gaps = np.empty(count, np.uint64)
+    for cut, rows in _by_cut(cuts, count):
+        gaps[rows] = found[cut]
     return gaps
 
 

@@ -7,6 +7,7 @@ distances, `dense` by distances within octaves (fewer bytes, slower), `every` fo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from . import plain
 from .positions import put_gaps, take_gaps
 from .ranks import from_ranks, to_ranks
-from .state import Bits, Piece, Positions, State, flat
+from .state import Bits, Piece, Positions, State, flat, take
 from .streams import Columns, Writer
 from .values import put_values, take_values
 
@@ -108,7 +109,7 @@ def _data(state: State, parts: Sequence[Part], method: int) -> bytes:
         for part, values in zip(parts, ranges, strict=True):
             assert part.positions is not None
             here = part.positions - part.start if part.start else part.positions
-            olds.append(values.take(here))
+            olds.append(take(values, here))
             ends.append(here + end if end else here)
             end += values.size
         old, positions = _joined(olds), _joined(ends)
@@ -135,7 +136,7 @@ def decode(data: bytes, state: State) -> list[Piece]:
         _range(state, name, dtype, start, size)
         for name, start, size in zip(names, bounds[::2], bounds[1::2], strict=True)
     ]
-    ends = np.cumsum([values.size for values in ranges])
+    ends = np.array(list(itertools.accumulate(values.size for values in ranges)))
     positions, end = None, 0
     if method == EVERY:
         old = _joined(ranges)
@@ -154,7 +155,7 @@ def decode(data: bytes, state: State) -> list[Piece]:
             if end:
                 positions[lo:hi] -= end
             end += values.size
-        old = _joined([values.take(positions[lo:hi]) for values, lo, hi in _slices(ranges, cuts)])
+        old = _joined([take(values, positions[lo:hi]) for values, lo, hi in _slices(ranges, cuts)])
     new = take_values(columns, dtype, old, _least(method))
     columns.end()
     pieces = []

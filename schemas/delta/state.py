@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from . import native
+
 Bits = NDArray[Any]
 Positions = NDArray[np.int64]
 # The new bits of one tensor: flat positions (int64 ascending, or None for the whole tensor) and values (unsigned [n]).
@@ -71,23 +73,48 @@ def diff(old: State, new: State) -> Changes:
     if [(n, t.dtype, t.bits.shape) for n, t in old.items()] != [(n, t.dtype, t.bits.shape) for n, t in new.items()]:
         raise ValueError("the two states differ in names, order, dtypes or shapes: send a snapshot")
     changes: Changes = {}
-    mask = np.empty(min(_SCAN, max((t.bits.size for t in new.values()), default=0)), np.bool_)
     for name, tensor in new.items():
         before, after = flat(name, old[name]), flat(name, tensor)
         places, values = [np.zeros(0, np.int64)], [after[:0]]
         for start in range(0, after.size, _SCAN):
-            part = after[start : start + _SCAN]
-            differs = np.not_equal(part, before[start : start + _SCAN], out=mask[: part.size])
-            here = np.flatnonzero(differs)
-            values.append(part.take(here))
-            here += start
+            here, bits = _differing(before[start : start + _SCAN], after[start : start + _SCAN], start)
             places.append(here)
+            values.append(bits)
         positions = np.concatenate(places)
         if positions.size > after.size // 2:
             changes[name] = (None, after.copy())
         elif positions.size:
             changes[name] = (positions, np.concatenate(values))
     return changes
+
+
+def _differing(old: Bits, new: Bits, start: int) -> tuple[Positions, Bits]:
+    """Where `new` isn't `old`, counted from `start`, and its bits there."""
+    if native.compiled is not None:
+        positions, values = np.empty(new.size, np.int64), np.empty_like(new)
+        count = native.compiled.differing(old, new, new.itemsize, start, positions, values)
+        return positions[:count].copy(), values[:count].copy()
+    positions = np.flatnonzero(old != new)
+    values = new.take(positions)
+    positions += start
+    return positions, values
+
+
+def take(elements: Bits, positions: Positions) -> Bits:
+    """The elements ([n]) at positions. Raises IndexError."""
+    if native.compiled is None:
+        return elements.take(positions)
+    out = np.empty(positions.size, elements.dtype)
+    native.compiled.take(elements, elements.itemsize, positions, out)
+    return out
+
+
+def put(elements: Bits, positions: Positions | NDArray[np.uint32], values: Bits) -> None:
+    """Overwrite the elements ([n]) at positions. Raises IndexError."""
+    if native.compiled is None:
+        elements[positions] = values
+    else:
+        native.compiled.put(elements, elements.itemsize, positions, np.ascontiguousarray(values))
 
 
 def changed(changes: Mapping[str, Change]) -> int:
@@ -97,7 +124,10 @@ def changed(changes: Mapping[str, Change]) -> int:
 
 def write(state: State, changes: Mapping[str, Change]) -> None:
     """Overwrite in place. What was verified can't fail here."""
-    write_pieces(state, (Piece(name, 0, positions, values) for name, (positions, values) in changes.items()))
+    if isinstance(changes, Overwrites):
+        changes.write(state)
+    else:
+        write_pieces(state, (Piece(name, 0, positions, values) for name, (positions, values) in changes.items()))
 
 
 def write_pieces(state: State, pieces: Iterable[Piece]) -> None:
@@ -106,7 +136,7 @@ def write_pieces(state: State, pieces: Iterable[Piece]) -> None:
         if piece.positions is None:
             target[piece.start : piece.start + piece.values.size] = piece.values
         else:
-            target[piece.positions] = piece.values
+            put(target, piece.positions, piece.values)
 
 
 class Overwrites(Mapping[str, Change]):
@@ -121,6 +151,17 @@ class Overwrites(Mapping[str, Change]):
         for piece in pieces:
             places = None if piece.positions is None else piece.positions.astype(np.uint32)
             self._pieces.setdefault(piece.name, []).append((places, piece.values))
+
+    def write(self, state: State) -> None:
+        """As `items` would be written, without making them."""
+        for name, pieces in self._pieces.items():
+            target, start = flat(name, state[name]), 0
+            for places, values in pieces:
+                if places is None:
+                    target[start : start + values.size] = values
+                    start += values.size
+                else:
+                    put(target, places, values)
 
     def __getitem__(self, name: str) -> Change:
         pieces = self._pieces[name]

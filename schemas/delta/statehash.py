@@ -7,6 +7,7 @@ loss and damage, not against an adversary.
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from ..hashes import digest
+from . import native
 from .state import Bits, Changes, Positions, State, Tensor, flat
 
 HASH_ALGORITHM = "headrace-mix128-1"  # what `state_hash` computes
@@ -33,7 +35,12 @@ _PLACES = np.arange(_BLOCK, dtype=_U64) << _U64(32)
 
 
 def _key(name: str, tensor: Tensor) -> bytes:
-    return digest(json.dumps([name, tensor.dtype, list(tensor.bits.shape)]).encode())
+    return _key_of(name, tensor.dtype, tensor.bits.shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _key_of(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    return digest(json.dumps([name, dtype, list(shape)]).encode())
 
 
 def _mix(x: NDArray[np.uint64], spare: NDArray[np.uint64]) -> None:
@@ -51,6 +58,10 @@ def element_sums(name: str, tensor: Tensor, places: Positions | int, values: Bit
     over (position << 32 | bits), each offset by the tensor's key and mixed. With `old`, what they count for more than
     those."""
     offset = int.from_bytes(_key(name, tensor)[:8], "little")
+    if native.compiled is not None:
+        positions, start = (None, places) if isinstance(places, int) else (places, 0)
+        sums: Sums = native.compiled.element_sums(offset, positions, start, values, old, values.itemsize)
+        return sums
     x, spare = np.empty(_BLOCK, _U64), np.empty(_BLOCK, _U64)
     where = np.empty(_BLOCK, _U64) if old is not None else x
     total: Sums = 0, 0

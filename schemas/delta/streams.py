@@ -6,6 +6,7 @@ then finds one distribution in each.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 import numpy as np
@@ -25,17 +26,27 @@ def varint(number: int) -> bytes:
     return bytes(out)
 
 
+class _Reused(threading.local):
+    """A compressor takes longer to make than a column takes to read; one belongs to one thread."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_reused = _Reused()
+
+
 class Writer:
     """Collects columns. Layout: for each, varint of its bytes, varint of its bytes as stored, then those; fewer stored
     than there are means a zstd frame."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
-        self._zstd = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
 
     def put(self, column: NDArray[np.uint8] | bytes, compress: bool = True) -> None:
         raw = column if isinstance(column, bytes) else column.tobytes()
-        packed = self._zstd.compress(raw) if compress and len(raw) > 16 else raw
+        packed = _reused.compressor.compress(raw) if compress and len(raw) > 16 else raw
         stored = packed if len(packed) < len(raw) else raw
         self._parts += [varint(len(raw)), varint(len(stored)), stored]
 
@@ -54,7 +65,6 @@ class Columns:
 
     def __init__(self, data: memoryview) -> None:
         self._data, self._at = data, 0
-        self._zstd = zstandard.ZstdDecompressor()
 
     def number(self) -> int:
         number, self._at = _read_varint(self._data, self._at)
@@ -78,7 +88,7 @@ class Columns:
             return np.frombuffer(part, np.uint8)
         if zstandard.frame_content_size(part) != raw:
             raise ValueError("a column of another length than it says")
-        return np.frombuffer(self._zstd.decompress(part, max_output_size=raw), np.uint8)
+        return np.frombuffer(_reused.decompressor.decompress(part, max_output_size=raw), np.uint8)
 
     def end(self) -> None:
         if self._at != len(self._data):

@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from .numbers import octave, on_line
+from . import native
+from .numbers import OCTAVES, mantissa_of, octave, on_line
 from .state import Bits
 from .streams import Columns, Writer
 
@@ -36,22 +37,24 @@ def put_values(out: Writer, dtype: str, old: Bits, new: Bits, least: int) -> Non
 
 def take_values(columns: Columns, dtype: str, old: Bits, least: int) -> Bits:
     """The new values of `old`, in its order. Raises ValueError where that isn't what is there."""
-    unsigned, count = old.dtype.type, old.size
-    down = np.unpackbits(columns.take(-(-count // 8)), count=count)
-    if old.itemsize > 1:
-        down = down.astype(old.dtype)
+    down, below = columns.take(-(-old.size // 8)), columns.number()
+    planes = tuple(columns.take() for _ in range(old.itemsize)) if below else ()
+    if native.compiled is not None:
+        new = np.empty_like(old)
+        native.compiled.stepped(old, old.itemsize, mantissa_of(dtype), down, min(below, OCTAVES), planes, least, new)
+        return new
+    unsigned = old.dtype.type
+    turned = np.unpackbits(down, count=old.size).astype(old.dtype)
     # -x is ~x + 1: a step down is its distance less one, with all bits turned.
-    step = unsigned(least) - down
-    below = columns.number()
+    step = unsigned(least) - turned
     if below:
         small = _small(octave(dtype, old), below)
-        for byte in range(old.itemsize):
-            plane = columns.take()
+        for byte, plane in enumerate(planes):
             if plane.size:
                 if plane.size != small.size:
                     raise ValueError(f"{plane.size} distances for {small.size} elements")
                 step[small] += plane.astype(old.dtype) << unsigned(8 * byte)
-    step ^= np.negative(down)
+    step ^= np.negative(turned)
     step += on_line(dtype, old)
     return on_line(dtype, step)
 

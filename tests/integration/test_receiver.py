@@ -21,7 +21,8 @@ from headrace.schemas.codec import decode
 from headrace.schemas.delta import relative
 from headrace.schemas.errors import BlobDamaged, BlobLost, DamagedWeights, WeightsRefused, WrongBase
 from headrace.schemas.events import WeightChunk
-from headrace.schemas.topics import WEIGHTS
+from headrace.schemas.topics import WEIGHTS, RunTopics
+from headrace.streams.log.direct import Ahead, Following, Offering
 from headrace.streams.log.reader import beginning_offsets, end_offsets, read_range
 from headrace.trainer.publish import Policy
 from headrace.trainer.sending import Abandoned
@@ -73,7 +74,7 @@ def source(kafka: Kafka, run_name: str) -> Source:
 
 
 @contextmanager
-def receiving(source: Source, target: Target, **options: Any) -> Iterator[Receiver]:
+def receiving(source: Publishing, target: Target, **options: Any) -> Iterator[Receiver]:
     receiver = Receiver(source.kafka, source.topics, worker="w", incarnation="i", **options)
     try:
         assert receiver.load(target)
@@ -404,3 +405,67 @@ def test_transfer_that_is_abandoned_ends_at_once(kafka: Kafka, run_name: str) ->
         source.publish()
     assert time.monotonic() - began < 10
     assert [p.version for p in source.publications()] == [0]
+
+
+# ------------------------------------------------------------------------------- beside the log: socket and memory
+
+
+def hold_until(condition: Callable[[], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A publication comes on the log only once this holds, so that no receiver is faster."""
+    honest = Policy.write
+
+    def write(self: Policy, *makers: Any) -> Any:
+        until(condition, lambda: None)
+        return honest(self, *makers)
+
+    monkeypatch.setattr(Policy, "write", write)
+
+
+@pytest.mark.parametrize("way", ["socket", "memory"])
+def test_weights_come_directly_and_the_log_has_the_same_records(
+    kafka: Kafka, run_name: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a socket, or from the publisher in the same process; nothing of them is read from the broker."""
+    ahead, target = Ahead(), Target(model())
+    topic = RunTopics(run_name).name(WEIGHTS)
+    offering = Offering("127.0.0.1:0", topic) if way == "socket" else None
+    tap = ahead.put if offering is None else offering.offer
+    source = Publishing(kafka, run_name, arrays=model(), tap=tap)
+    source.begin()
+    following = Following(f"127.0.0.1:{offering.port}", topic, ahead) if offering is not None else None
+    until(lambda: offering is None or offering.listeners == 1, lambda: None)
+    with receiving(source, target, ahead=ahead) as receiver:
+        hold_until(lambda: bool(ahead._records), monkeypatch)
+        for number in range(1, 4):
+            source.publish()
+            until(lambda n=number: target.version == n, lambda: receiver.apply_ready(target))  # type: ignore[misc]
+            assert target.serves(source.history[number])
+    assert ahead.taken == sum(len(one.chunks) for one in source.publications()) == 3
+    late = Target(model())
+    with receiving(source, late):
+        assert late.applied == [1, 2, 3] and late.serves(source.history[3])
+    if following is not None and offering is not None:
+        following.close()
+        offering.close()
+
+
+def test_a_worker_that_is_cut_off_or_gets_damaged_records_directly_reads_the_log(kafka: Kafka, run_name: str,
+                                                                                monkeypatch: pytest.MonkeyPatch
+                                                                                ) -> None:  # fmt: skip
+    ahead, target, given = Ahead(), Target(model()), []
+
+    def tap(offset: int, value: bytes) -> None:
+        given.append(offset)
+        if len(given) == 2:
+            ahead.put(offset, value[:-40] + bytes(40))
+        elif len(given) == 3:
+            ahead.put(offset, b"no record")
+
+    source = Publishing(kafka, run_name, arrays=model(), tap=tap)
+    source.begin()
+    with receiving(source, target, ahead=ahead) as receiver:
+        for number in range(1, 4):
+            source.publish()
+            until(lambda n=number: target.version == n, lambda: receiver.apply_ready(target))  # type: ignore[misc]
+            assert target.serves(source.history[number])
+        assert receiver.refusals == [] and ahead.taken == 2

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,83 +13,17 @@ import torch
 
 from headrace.models import tiny_model
 from headrace.producers.engines.hf import HfEngine
-from headrace.producers.receiver import Receiver
-from headrace.producers.worker import Worker
-from headrace.schemas.codec import decode, encode
 from headrace.schemas.errors import WeightsRefused
-from headrace.schemas.events import EpisodeEnded, Event, HandBack, Heartbeat, Span, Task
-from headrace.schemas.outcomes import REASON_FENCED, REASON_WEIGHTS, Source
-from headrace.schemas.topics import FLEET, TASKS, TRAJECTORIES
-from headrace.streams.log.reader import end_offsets, read_range
-from headrace.streams.log.transactions import Output
+from headrace.schemas.events import EpisodeEnded, HandBack, Heartbeat
+from headrace.schemas.outcomes import REASON_FENCED, REASON_WEIGHTS
+from headrace.schemas.topics import FLEET, TRAJECTORIES
 from tests.publishing import Publishing
-from tests.scripted import lease, spec
-
-SLOTS, NEW = 2, 60
+from tests.working import NEW, SLOTS, Working, versions
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("models") / "tiny", hidden=32)
-
-
-class Working:
-    """A worker whose loop the test turns, with leases by hand."""
-
-    def __init__(self, source: Publishing, model: Path) -> None:
-        self.source = source
-        self.engine = HfEngine(model, slots=4, max_tokens=source.settings.model.max_length)
-        self.receiver = Receiver(source.kafka, source.topics, worker="w", incarnation="i",
-                                 initial=lambda: source.history[0])  # fmt: skip
-        assert self.receiver.load(self.engine)
-        self.worker = Worker(source.kafka, source.topics, source.settings, self.engine, self.receiver, name="w",
-                             incarnation="i", capacity=8)  # fmt: skip
-        self._leases = 0
-
-    def lease(self, group: str) -> None:
-        task = Task("t", "jsonl", json.dumps({"score": "scorers:vowels", "item": {"prompt": "Say it."}}), 0)
-        one = replace(lease(group, rules=spec(SLOTS, max_tokens=NEW), incarnation="i"), task=task, number=self._leases)
-        self._leases += 1
-        self.source.send(Output(self.source.topics.name(TASKS), 0, encode(one)))
-
-    def until(self, condition: Callable[[], bool], seconds: float = 180.0) -> None:
-        end, due = time.monotonic() + seconds, 0.0
-        while True:
-            if time.monotonic() > due:  # most conditions read a topic
-                if condition():
-                    return
-                due = time.monotonic() + 1.0
-            assert time.monotonic() < end, "it did not happen in time"
-            self.worker.turn()
-
-    def sample(self, tokens: int) -> None:
-        while self.worker._counters["sampled_tokens"] < tokens:
-            self.worker.turn()
-
-    def events(self, topic: str, kind: type[Event]) -> list[Any]:
-        name = self.source.topics.name(topic)
-        found = [decode(r.value) for r in read_range(self.source.kafka, name, 0, 0, end_offsets(self.source.kafka,
-                 name)[0])]  # fmt: skip
-        return [one for one in found if isinstance(one, kind)]
-
-    def ended(self, group: str) -> bool:
-        return len([one for one in self.events(TRAJECTORIES, EpisodeEnded) if one.group == group]) == SLOTS
-
-    def spans(self, group: str) -> list[list[Span]]:
-        """The model's, of each slot."""
-        every = [one for one in self.events(TRAJECTORIES, Span) if one.group == group and one.source == Source.MODEL]
-        return [[one for one in every if one.slot == slot] for slot in range(SLOTS)]
-
-    def change_weights(self) -> None:
-        """Publish the next version, and turn until it is fetched and proved."""
-        self.source.publish()
-        while not self.receiver.ready:
-            assert self.receiver._failure is None and not self.receiver.refusals
-            time.sleep(0.01)
-
-    def close(self) -> None:
-        self.worker.close()
-        self.receiver.close()
 
 
 @pytest.fixture
@@ -107,13 +39,10 @@ def working(kafka: Any, run_name: str, model: Path, monkeypatch: pytest.MonkeyPa
     source = Publishing(kafka, run_name, arrays=first, flip=16, tasks=tasks, model=sizes,
                         weights={"requests": requests, "caches": caches, "fence_after_s": 1.0})  # fmt: skip
     source.begin()
-    one = Working(source, model)
+    engine = HfEngine(model, slots=4, max_tokens=source.settings.model.max_length)
+    one = Working(source, engine)
     yield one
     one.close()
-
-
-def versions(spans: list[Span]) -> list[int]:
-    return [run.version for span in spans for run in span.versions for _ in range(run.count)]
 
 
 def fresh_logprobs(engine: HfEngine, prompt: list[int], tokens: list[int]) -> np.ndarray[Any, Any]:

@@ -138,7 +138,7 @@ def test_every_file_beside_the_modules_is_named_as_package_data() -> None:
         str(path.relative_to(ROOT))
         for folder in MAY_IMPORT
         for path in (ROOT / folder).rglob("*")
-        if path.is_file() and path.suffix not in (".py", ".pyc")
+        if path.is_file() and path.suffix not in (".py", ".pyc", ".so")
     ]
     assert beside
     assert not [path for path in beside if not any(fnmatch.fnmatch(path, pattern) for pattern in patterns)]

@@ -241,6 +241,21 @@ def test_content_hash_covers_what_is_trained_and_not_how_it_came() -> None:
     assert content_hash(payload(2, logprob=-0.25)) != same
 
 
+def test_content_hash_covers_the_context_in_which_a_branch_was_sampled() -> None:
+    """The trainer lays tokens out by `parent`: under another one, the same ones would be trained in another context."""
+
+    def under(parent: int, cut: int = 3) -> bytes:
+        one = payload(cut)
+        (episode,) = one.episodes
+        *before, last = episode.spans
+        episode = dataclasses.replace(episode, spans=(*before, dataclasses.replace(last, parent=parent)))
+        return content_hash(dataclasses.replace(one, episodes=(episode,)))
+
+    assert under(-1) == under(2) == content_hash(payload(3)), "2 is the one before"
+    assert len({under(parent) for parent in (-1, 0, 1, 7)}) == 4
+    assert under(1, cut=4) != under(1)
+
+
 def test_payload_is_chunked_and_put_together_only_when_whole() -> None:
     chunks = to_chunks(payload(3), limit=50)
     assert len(chunks) > 3 and from_chunks(chunks) == payload(3)

@@ -9,7 +9,7 @@ import json
 import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,10 @@ def content_hash(payload: Any) -> bytes:
         high, logprobs = (ids >> 16).astype("<u2"), np.array(columns[1], "<f4").tobytes()
         parts += [ids.astype("<u2").tobytes(), high.tobytes() if high.any() else b"",
                   b"".join(logprobs[plane::4] for plane in range(4)), runs(columns[2]), runs(columns[3])]  # fmt: skip
+        ends = [0, *itertools.accumulate(span["count"] for span in episode["spans"])]
+        jumps = [struct.pack("<qq", ends[i], ends[span["parent"]]) for i, span in enumerate(episode["spans"])
+                 if span["parent"] not in (-1, i)]  # fmt: skip
+        parts += [b"".join(jumps)] * bool(jumps)
     return digest(b"".join(struct.pack("<Q", len(part)) + part for part in parts))
 
 
@@ -173,8 +177,9 @@ def log() -> Log:
     answer = events.PayloadSpan("environment", 0, -1, 1, (), ids(TOKENS[2]), None, None)
     last = events.PayloadSpan("model", 1, -1, 2, (events.VersionRun(4, 2),), ids(TOKENS[3]),
                               pack_float32(np.array([-1, -2], np.float32)), None)  # fmt: skip
+    branch = replace(last, parent=1)
     first = events.PayloadEpisode(1, 0, "i", "model_success", 1.0, 0.7,
-                                  (prompt, payload.payload_span(span), answer, last), (11, 12, 13, 14))  # fmt: skip
+                                  (prompt, payload.payload_span(span), answer, branch), (11, 12, 13, 14))  # fmt: skip
     second = events.PayloadEpisode(0, 2, "j", "model_failure", None, 1.0, (prompt, last), (15, 16))
     group = events.GroupPayload("g", events.Task("t\n1", "source's", DATA, -9), (first, second))
     values = [encode(chunk) for chunk in payload.to_chunks(group, limit=100)]
