@@ -247,7 +247,7 @@ def test_step_that_outlasts_the_poll_interval_loses_nothing(run: SyntheticRun, t
 
 # (version, boundary): checkpoints are due at 3, 6, 9, ...; snapshots five versions after the last one.
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("plan", [
     tuple(zip((1, 2, 4, 4, 5, 7, 8, 8, 10, 11, 11, 12, 15), BOUNDARIES, strict=True)),
     tuple(zip((2, 3, 5, 7, 9, 10), BOUNDARIES_BETWEEN, strict=True)),
