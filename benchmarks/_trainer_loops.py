@@ -45,7 +45,7 @@ def ours(run: str, bootstrap: str, folder: str) -> Callable[[], dict[str, Any]]:
     def step() -> dict[str, Any]:
         trainer.run(threading.Event(), trainer.version + 1)
         own = {f"{name}_s": spent for name, spent in trainer._seconds.items()}  # of the loop's own thread
-        return {"saving_s": saving[0], **trainer._versions[trainer.version].metrics, **own}
+        return {"saving_s": saving[0], **trainer._history.versions[trainer.version].metrics, **own}
 
     return step
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import typer.main
 from pydantic import BaseModel
@@ -89,7 +89,7 @@ def _settings() -> str:
     )
 
 
-def _is_section(kind: Any) -> bool:
+def _is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 

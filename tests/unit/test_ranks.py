@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.models import tiny_model
-from headrace.trainer.batches import Group, pack
+from headrace.trainer.batches import Episode, Group, pack
 from headrace.trainer.spread import rows_of, spread
 from tests.unit.rows import groups
 
 pytest.importorskip("torch")
 
-from headrace.trainer.following import told, train_word  # noqa: E402
+from headrace.trainer.following import COLUMNS, told, train_word  # noqa: E402
 from headrace.trainer.rejection import Rejection  # noqa: E402
 from headrace.trainer.reused import Reused  # noqa: E402
 from headrace.trainer.weighing import StepSettings  # noqa: E402
@@ -59,7 +59,8 @@ def test_rows_are_cut_shorter_where_ranks_would_have_none() -> None:
 
 def test_word_holds_a_batch_with_its_settings_to_the_bit() -> None:
     batch = groups()
-    lost = replace(batch[0].episodes[0], counted=False, reward=None, logprobs=batch[0].episodes[0].logprobs * np.nan)
+    first = batch[0].episodes[0]
+    lost = replace(first, counted=False, dropped=True, reward=None, logprobs=first.logprobs * np.nan)
     batch = [Group("ä", (lost, *batch[0].episodes[1:])), *batch[1:]]
     rules = StepSettings(reject=(Rejection("k3", "mean", above=0.1),), betas=(0.8, 0.99), truncate_above=None)
     again = [Reused("failed", batch[1].episodes[0], 0.75)]
@@ -70,7 +71,7 @@ def test_word_holds_a_batch_with_its_settings_to_the_bit() -> None:
     pairs = [(one, other) for g, h in zip(batch, got, strict=True)
              for one, other in zip(g.episodes, h.episodes, strict=True)]  # fmt: skip
     for one, other in [*pairs, (again[0].episode, reused[0].episode)]:
-        for name in ("slot", "reward", "counted", "temperature"):
+        for name in {field.name for field in fields(Episode)} - {*COLUMNS, "branches"}:
             assert getattr(one, name) == getattr(other, name)
         for a, b in zip(one.strands, other.strands, strict=True):
             for name in ("prompt", "tokens", "mask", "logprobs", "versions", "weights"):
