@@ -16,10 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import typer.main
 from pydantic import BaseModel
+from typing_extensions import TypeIs
 
 from headrace import cli, roles
 from headrace.schemas import codec, errors, events
@@ -89,7 +90,7 @@ def _settings() -> str:
     )
 
 
-def _is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
+def _is_section(kind: Any) -> TypeIs[type[BaseModel]]:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
