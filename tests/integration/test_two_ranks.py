@@ -22,7 +22,7 @@ from headrace.streams.log.policy import open_settings
 from headrace.trainer.publish import read_policy
 from tests.synthetic_run import SyntheticRun, run_settings
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_two_processes_train_an_adapter_that_engines_apply_and_end_together(
