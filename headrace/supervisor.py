@@ -144,9 +144,9 @@ class Supervisor:
         progress, pulse = Progress(), _Pulse()
         with Reader(self.kafka, self._positions()) as reader:
             spoke = time.monotonic()
-            resumed, given_up = False, set[str]()
+            resumed, given_up, new_version = False, set[str](), False
             while not self.interrupts:
-                new_version = False
+                trained = self._role_done("trainer")  # asked first, so that its last version is among what is read then
                 for record in reader.poll(1000, 0.2):
                     new_version |= progress.observe(record)
                 self._look_after(progress)
@@ -163,8 +163,8 @@ class Supervisor:
                     given_up |= progress.given_up.keys()
                 if caught_up and (new_version or time.monotonic() - spoke > QUIET_LINE_S):
                     self.say(progress.line({child.name: child.state for child in self.children}))
-                    spoke = time.monotonic()
-                if self._role_done("trainer"):
+                    spoke, new_version = time.monotonic(), False
+                if trained and caught_up:
                     break
                 if self._role_done("coordinator") and caught_up and progress.published >= progress.manifest:
                     self.say("the tasks have ended and every batch is trained")
