@@ -37,8 +37,9 @@ def measured(number: int, moment: float, error: float | None) -> RealisedDrift:
 
 def test_drift_is_the_square_of_the_summed_changes_over_the_floor() -> None:
     drifts = published({1: 0.05, 2: 0.1, 3: 0.02})
-    assert drifts.forecast(0, 3, 0.002) == Forecast(pytest.approx(0.002 + 0.17**2), 0)
-    assert drifts.forecast(1, 2, 0.002) == Forecast(pytest.approx(0.002 + 0.1**2), 0)
+    for sampled, target, way in ((0, 3, 0.17), (1, 2, 0.1)):
+        found = drifts.forecast(sampled, target, 0.002)
+        assert (found.drift, found.extrapolated) == (pytest.approx(0.002 + way**2), 0)
 
 
 def test_equal_versions_are_at_the_floor_also_without_any_publication() -> None:
@@ -46,7 +47,8 @@ def test_equal_versions_are_at_the_floor_also_without_any_publication() -> None:
 
 
 def test_unpublished_change_counts_as_the_latest_one_and_is_counted() -> None:
-    assert published({1: 0.5, 2: 0.03}).forecast(1, 4, 0.0) == Forecast(pytest.approx(0.09**2), 2)
+    found = published({1: 0.5, 2: 0.03}).forecast(1, 4, 0.0)
+    assert (found.drift, found.extrapolated) == (pytest.approx(0.09**2), 2)
     assert Drifts([version(1, 0.5), version(2, 0.0, tokens=0)]).forecast(1, 2, 0.0) == Forecast(0.5**2, 1)
 
 
