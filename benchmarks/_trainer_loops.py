@@ -63,7 +63,7 @@ def main(kind: str, *given: str) -> None:
     torch.set_num_threads(int(threads))
     if kind == "ours":
         torch.use_deterministic_algorithms(True)
-    step = {"ours": ours, "bare": bare}[kind](*rest)
+    step = ours(*rest) if kind == "ours" else bare(*rest)
     print("ready", flush=True)
     for _ in sys.stdin:
         began = time.perf_counter()

@@ -42,7 +42,7 @@ class LoraSettings(Section):
     """An adapter is trained and published instead of the model's own weights."""
 
     rank: Positive = Field(16, description="of each layer's update")
-    alpha: PositiveFloat = Field(32.0, description="updates are scaled by alpha / rank")
+    alpha: Positive = Field(32, description="updates are scaled by alpha / rank")
     targets: tuple[str, ...] = Field((), description="names of the layers that get one (q_proj, ...); none: all linear "
                                                      "layers but the head")  # fmt: skip
     seed: Annotated[int, Field(ge=0)] = Field(0, description="draws what version 0 begins with")

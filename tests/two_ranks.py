@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.schemas.settings import LoraSettings
+from headrace.trainer.batches import Group
 from headrace.trainer.ranks import ALONE, Ranks, join, leave
 from headrace.trainer.rejection import Rejection
 from headrace.trainer.reused import Reused
@@ -29,14 +30,14 @@ CASES = {
     "one step": PLAIN,
     "recomputed": replace(PLAIN, micro_batch_tokens=60),
     "adapter": PLAIN,
+    "one row": replace(PLAIN, micro_batch_tokens=10_000),
     "batch scored first": replace(PLAIN, normalise=True, reject=(Rejection("k3", "mean", above=0.1),)),
     "several steps": replace(PLAIN, minibatches=2, epochs=2, objective="ppo", kl="k2", kl_coefficient=0.5),
 }
 
 
-def gradients(state: TrainState, settings: StepSettings, ranks: Ranks) -> dict[str, torch.Tensor]:
+def gradients(state: TrainState, batch: list[Group], settings: StepSettings, ranks: Ranks) -> dict[str, torch.Tensor]:
     """In whole, of every trained tensor; the state stays."""
-    batch = groups()
     state._accumulate(batch, settings)
     state._reuse(Reused("failed", batch[0].episodes[0], 0.5), batch, settings)
     found = {}
@@ -50,21 +51,30 @@ def gradients(state: TrainState, settings: StepSettings, ranks: Ranks) -> dict[s
     return found
 
 
+def batch_of(case: str) -> list[Group]:
+    """Of "one row" there is nothing for the other rank."""
+    if case != "one row":
+        return groups()
+    first = groups()[0]
+    one, other = (replace(episode, reward=float(slot)) for slot, episode in enumerate(first.episodes[:2]))
+    return [replace(first, episodes=(one, replace(other, mask=other.mask & False)))]
+
+
 def report(path: Path, case: str, ranks: Ranks) -> dict[str, Any]:
-    settings = CASES[case]
+    settings, batch = CASES[case], batch_of(case)
     options: dict[str, Any] = {"recompute": case == "recomputed",
                                "lora": LoraSettings(rank=4) if case == "adapter" else None}  # fmt: skip
     here = TrainState(path, compute_dtype="float64", **options, ranks=ranks)
     there = TrainState(path, compute_dtype="float64", **options, ranks=ALONE)  # on each rank, so that none waits
-    ours, alone = gradients(here, settings, ranks), gradients(there, settings, ALONE)
-    ours, alone = gradients(here, settings, ranks), gradients(there, settings, ALONE)  # nothing is left of the first
-    said = [one.train_batch(groups(), 0, settings) for one in (here, there)]
+    for _ in range(2):  # nothing is left of the first
+        ours, alone = gradients(here, batch, settings, ranks), gradients(there, batch, settings, ALONE)
+    said = [one.train_batch(batch, 0, settings) for one in (here, there)]
     tensors, metadata = here.state_tensors()
     saved = {name: tensor.clone() for name, tensor in tensors.items()}
     again = TrainState(path, compute_dtype="float64", **options, ranks=ranks)
     again.load_state(saved, metadata)
     for one in (here, again):  # the same bits go on to the same bits
-        one.train_batch(groups(), 1, settings)
+        one.train_batch(batch, 1, settings)
     if ranks.rank:
         return {}
     masters = there.state_tensors()[0]
@@ -75,7 +85,7 @@ def report(path: Path, case: str, ranks: Ranks) -> dict[str, Any]:
         "masters": max(float((saved[n] - m).abs().max()) for n, m in masters.items() if n.startswith("master.")),
         "loss": abs(said[0].loss - said[1].loss), "norm": abs(said[0].grad_norm / said[1].grad_norm - 1),
         "rho": abs(said[0].rho - said[1].rho), "same counts": said[0].groups == said[1].groups,
-        "rows": len(rows_of(groups(), settings.micro_batch_tokens, ranks.size)),
+        "rows": len(rows_of(batch, settings.micro_batch_tokens, ranks.size)),
         "resumed": all(torch.equal(onward[n], restored[n]) for n in onward) and len(onward) == 3 * len(alone),
         "part": sum(m.numel() for m in here._masters.values()) / sum(m.numel() for m in there._masters.values()),
     }  # fmt: skip

@@ -29,10 +29,14 @@ def own_rows(rows: Sequence[MicroBatch], ranks: Ranks) -> Iterator[tuple[int, Mi
         yield shortest, rows[shortest], True
 
 
-def gathered(rows: Sequence[MicroBatch], found: Mapping[int, Mapping[str, NDArray[Any]]], ranks: Ranks
+Columns = Mapping[str, NDArray[Any]]
+
+
+def gathered(rows: Sequence[MicroBatch], found: Mapping[int, Columns], spare: Mapping[int, Columns], ranks: Ranks
              ) -> dict[str, NDArray[Any]]:  # fmt: skip
-    """Columns over all rows' tokens [k], from those of this rank's rows by number; float64 where ranks are several."""
-    names = list(next(iter(found.values())))
+    """Columns over all rows' tokens [k], from those of this rank's rows by number; float64 where ranks are several.
+    `spare`: of rows that are another's; a rank may have no other."""
+    names = list(next(iter({**spare, **found}.values())))
     if ranks.size == 1:
         return {name: np.concatenate([found[number][name] for number in range(len(rows))]) for name in names}
     places = np.cumsum([0, *(len(row.targets) for row in rows)])
@@ -43,15 +47,19 @@ def gathered(rows: Sequence[MicroBatch], found: Mapping[int, Mapping[str, NDArra
     return dict(zip(names, ranks.total(torch.from_numpy(table)).numpy(), strict=True))
 
 
-def joined(rows: Sequence[MicroBatch], parts: Mapping[int, Scored], ranks: Ranks) -> Scored:
-    """The tokens of all rows, from this rank's by number of the row."""
+def joined(rows: Sequence[MicroBatch], parts: Mapping[int, Scored], spare: Mapping[int, Scored], ranks: Ranks
+           ) -> Scored:  # fmt: skip
+    """The tokens of all rows, from this rank's by number of the row; `spare` as in `gathered`."""
     if ranks.size == 1:
         return Scored.joined([parts[number] for number in range(len(rows))])
-    own = {number: {"current": part.current, "log_ratio": part.log_ratio, "correction": part.correction,
-                    **part.rejected} for number, part in parts.items()}  # fmt: skip
-    found = gathered(rows, own, ranks)
+    found = gathered(rows, _columns(parts), _columns(spare), ranks)
     current, log_ratio, correction = (found.pop(name) for name in ("current", "log_ratio", "correction"))
     behaviour, weights, versions, episode = (np.concatenate([getattr(row, name) for row in rows])
                                              for name in ("behaviour", "weights", "versions", "episode"))  # fmt: skip
     rejected = {rule: out > 0 for rule, out in found.items()}
     return Scored(current, behaviour, log_ratio, weights, correction, versions, episode, rejected)
+
+
+def _columns(parts: Mapping[int, Scored]) -> dict[int, Columns]:
+    return {number: {"current": part.current, "log_ratio": part.log_ratio, "correction": part.correction,
+                     **part.rejected} for number, part in parts.items()}  # fmt: skip

@@ -138,7 +138,7 @@ class TrainState:
         if not parts:
             raise InvalidRecord("the batch holds no token that a model sampled: there is nothing to train")
         several = settings.optimizer_steps > 1  # a later one may be refused
-        kept = {name: part.clone() for name, part in self._parts().items()} if several else None
+        kept = {name: tensor.clone() for name, tensor in self._parts().items()} if several else None
         steps = self.optimizer_steps
         passes, norms, reuses = [], [], []
         try:
@@ -157,8 +157,8 @@ class TrainState:
                         self._round()
         except Exception:
             if kept is not None:
-                for name, part in self._parts().items():
-                    part.copy_(kept[name])
+                for name, tensor in self._parts().items():
+                    tensor.copy_(kept[name])
                 self._at_step(steps)
             raise
         finally:
@@ -199,12 +199,13 @@ class TrainState:
         if not settings.looks_ahead:
             return Begun(advantage, None, None)
         members, rows = counted(groups), rows_of(groups, settings.micro_batch_tokens, self._ranks.size)
-        found_here = {}
+        found_here: dict[int, dict[str, NDArray[Any]]] = {}
+        spare: dict[int, dict[str, NDArray[Any]]] = {}
         with torch.no_grad():
-            for number, row, _ in own_rows(rows, self._ranks):
+            for number, row, idle in own_rows(rows, self._ranks):
                 with self._timed("forward"):
-                    found_here[number] = {"current": self._logprobs(row).double().cpu().numpy()}
-        current = gathered(rows, found_here, self._ranks)["current"]
+                    (spare if idle else found_here)[number] = {"current": self._logprobs(row).double().cpu().numpy()}
+        current = gathered(rows, found_here, spare, self._ranks)["current"]
         refuse_non_finite(members, rows, current)
         whole = {name: np.concatenate([getattr(row, name) for row in rows])
                  for name in ("behaviour", "weights", "versions", "episode")}  # fmt: skip
@@ -230,19 +231,22 @@ class TrainState:
         places = np.cumsum([0, *(len(row.targets) for row in rows)])
         if begun.scored is not None:
             places += int(np.searchsorted(begun.scored.episode, at))
-        loss, row_tokens, held, cost, parts = 0.0, 0, 0, 0.0, {}
+        loss, row_tokens, held, cost = 0.0, 0, 0, 0.0
+        parts: dict[int, Scored] = {}
+        spare: dict[int, Scored] = {}
         for number, micro, idle in own_rows(rows, self._ranks):
             with self._timed("forward"):
                 logprobs = self._logprobs(micro)
-            if idle:  # the others are at their last row, and every layer is gathered from all
-                (logprobs.sum() * 0).backward()
-                continue
             current = logprobs.detach().double()
             if begun.scored is None or (settings.bypass and settings.optimizer_steps > 1):
                 whole = {name: getattr(micro, name) for name in ("behaviour", "weights", "versions", "episode")}
                 scored, _ = corrected(current.cpu().numpy(), whole, advantage, settings)
             else:
                 scored = begun.scored.part(int(places[number]), int(places[number + 1]), at)
+            if idle:  # the others are at their last row, and every layer is gathered from all
+                (logprobs.sum() * 0).backward()  # type: ignore[no-untyped-call]
+                spare[number] = scored
+                continue
             behaviour = torch.from_numpy(micro.behaviour).to(self._device)
             staleness = torch.from_numpy(micro.weights).to(self._device)
             episode = torch.from_numpy(micro.episode).to(self._device)
@@ -266,7 +270,7 @@ class TrainState:
             loss += float(total.detach())
             row_tokens += len(micro.ids)
             parts[number] = replace(scored, current=current.cpu().numpy())
-        scored = joined(rows, parts, self._ranks)
+        scored = joined(rows, parts, spare, self._ranks)
         refuse_non_finite(members, rows, scored.current)
         sums = self._ranks.total(torch.tensor([loss, row_tokens, held, cost], dtype=torch.float64)).tolist()
         return _Pass(scored, sums[0], int(sums[1]), int(sums[2]), sums[3])

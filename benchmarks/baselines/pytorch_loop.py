@@ -40,7 +40,8 @@ def padded(episodes: Sequence[tuple[Any, Any, Any, float]], rows: int) -> list[R
             columns[2][i, start:end] = True
             columns[3][i, start:end] = logprobs
         advantage = torch.tensor([one[3] for one in part], dtype=torch.float32)
-        found.append(Rows(*(torch.from_numpy(column) for column in columns), advantage))
+        tokens, attention, sampled, logprobs = (torch.from_numpy(column) for column in columns)
+        found.append(Rows(tokens, attention, sampled, logprobs, advantage))
     return found
 
 
@@ -63,7 +64,7 @@ class Loop:
             ratio = (logprobs.detach() - rows.logprobs[:, 1:][at]).exp().clamp(max=2.0)
             advantage = rows.advantage[:, None].expand(at.shape)[at]
             part = -(ratio * advantage * logprobs).sum() / total
-            part.backward()
+            part.backward()  # type: ignore[no-untyped-call]
             loss += float(part.detach())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()

@@ -22,7 +22,7 @@ from headrace.producers.engines.hf import HfEngine  # noqa: E402
 from headrace.producers.engines.served import ModelFolder  # noqa: E402
 from headrace.trainer.step import TrainState  # noqa: E402
 
-LORA = LoraSettings(rank=4, alpha=16.0, seed=3)
+LORA = LoraSettings(rank=4, alpha=16, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_engine_serves_what_is_trained_and_peft_reads_it(model: Path, tmp_path: 
     adapter = {name: served.float() for name, served in state._served.items()}
     save_file(adapter, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps({
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 16.0,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 16,
         "target_modules": sorted({name.split(".")[-3] for name in adapter}),
     }))  # fmt: skip
     folder = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -114,7 +114,7 @@ def test_what_peers_let_pass_as_nan_the_trainer_refuses_at_its_door(case: str) -
     (values, *_) = inputs["log_ratio"] if "log_ratio" in inputs else inputs["old"]
     logprobs = torch.tensor([float("nan") if value == "NaN" else value for value in values])
     with pytest.raises(NonFiniteLogprob, match="1 of"):
-        refuse_non_finite([member(len(logprobs))], row(len(logprobs)), logprobs)
+        refuse_non_finite([member(len(logprobs))], [row(len(logprobs))], logprobs.double().numpy())
 
 
 # -------------------------------------------------------------------------------------------------------- the runner

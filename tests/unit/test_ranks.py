@@ -87,7 +87,7 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
                            "tests.two_ranks", str(model)], capture_output=True, text=True, cwd=ROOT)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    assert found.keys() == {"one step", "recomputed", "adapter", "batch scored first", "several steps"}
+    assert found.keys() == {"one step", "recomputed", "adapter", "one row", "batch scored first", "several steps"}
     assert found["one step"]["rows"] % 2, "no rank goes over a row once more"
     for case, figures in found.items():
         assert figures["loss"] < 1e-9 and figures["same counts"], (case, figures)
