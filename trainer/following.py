@@ -118,7 +118,8 @@ def train_word(groups: Sequence[Group], target: int, settings: StepSettings, reu
 
     def plain(one: Episode) -> dict[str, Any]:
         return {"number": columns.put(one), "slot": one.slot, "reward": one.reward, "counted": one.counted,
-                "temperature": one.temperature, "branches": [columns.put(strand) for strand in one.branches]}
+                "dropped": one.dropped, "temperature": one.temperature,
+                "branches": [columns.put(strand) for strand in one.branches]}
 
     said = [{"group": group.group_id, "episodes": [plain(one) for one in group.episodes]} for group in groups]
     again = [{"group": one.group_id, "episode": plain(one.episode), "advantage": one.advantage} for one in reused]
@@ -131,7 +132,7 @@ def told(message: bytes) -> tuple[list[Group], int, StepSettings, list[Reused]]:
 
     def episode(plain: dict[str, Any]) -> Episode:
         branches = tuple(Strand(**columns.of(number)) for number in plain["branches"])
-        return Episode(slot=plain["slot"], reward=plain["reward"], counted=plain["counted"],
+        return Episode(slot=plain["slot"], reward=plain["reward"], counted=plain["counted"], dropped=plain["dropped"],
                        temperature=plain["temperature"], branches=branches, **columns.of(plain["number"]))  # fmt: skip
 
     groups = [Group(one["group"], tuple(map(episode, one["episodes"]))) for one in said["groups"]]

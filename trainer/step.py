@@ -417,7 +417,7 @@ class TrainState:
             again = self._columns(probe, 1, SHIFT if self._rotary else 0)
             noise = float(np.sqrt(np.mean((own - again) ** 2)))
             early = replace(micro, keep=np.maximum(micro.keep - 1, 0))
-            found = meanings(*(self._logits(one).cpu() for one in (micro, early)), torch.from_numpy(micro.targets),
+            found = meanings(self._logits(micro).cpu(), self._logits(early).cpu(), torch.from_numpy(micro.targets),
                              torch.from_numpy(micro.temperature), micro.episode, engine)  # fmt: skip
         ratio = torch.from_numpy(np.clip(own - engine, -CLAMP, CLAMP)).exp()
         weights = corrections.weights(ratio, settings.truncate_above, settings.mask_below, settings.mask_above,
