@@ -2,8 +2,8 @@
 
 Steps run until the attempt's tool time is spent. The score is taken in a fork of the sandbox's files, so nothing of the
 model's runs beside the scorer, and the scorer's files are never where the model was. A scorer that gives no verdict
-there is tried on the task as it was given: if it works on that, what the model left has broken it, and that is the
-model's failure; if it doesn't, the scorer is at fault.
+there is tried on the task as it was given, and then once more on what the model left: if it works on the one and not
+on the other, the model's files have broken it, and that is the model's failure; else the scorer is at fault.
 
 Nothing is raised: whatever happens ends the attempt, with an `Ending`.
 """
@@ -101,10 +101,15 @@ class Attempt:
         said = self._run(scorer, replace(self._spec, base=snapshot))
         if said.outcome is not Outcome.INFRA_FAILURE or isinstance(self.error, DaemonLost):
             return said
-        control = self._run(scorer, self._spec)
-        return REASONS[REASON_SCORER_BROKEN].ending() if control.outcome is not Outcome.INFRA_FAILURE else said
+        if self._run(scorer, self._spec).outcome is Outcome.INFRA_FAILURE:
+            return said
+        again = self._run(scorer, replace(self._spec, base=snapshot))  # it may have been a passing fault
+        if again.outcome is not Outcome.INFRA_FAILURE or isinstance(self.error, DaemonLost):
+            return again
+        return REASONS[REASON_SCORER_BROKEN].ending()
 
     def _run(self, scorer: Scorer, spec: SandboxSpec) -> Ending:
+        self.error = None
         try:
             with self._pool.sandbox(spec, self._take_s) as one:
                 for path, data in scorer.files.items():

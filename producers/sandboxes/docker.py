@@ -2,9 +2,9 @@
 
 What isolates: no network, no capability and none to gain, limits of memory (swap included), processes and CPU,
 Docker's own system call filter, nothing logged. Layers of the image are read-only; what a container writes lies in a
-layer of its own. Docker can't bound that layer on the usual file systems: no file may grow beyond `disk_bytes`, and a
-thread looks at all layers several times a second and ends a sandbox that is beyond it (what is written between two
-looks gets through).
+layer of its own. Docker can't bound that layer on the usual file systems: no file may grow beyond a share of
+`disk_bytes`, and a thread looks at all layers several times a second and ends a sandbox that is beyond it (what is
+written between two looks gets through).
 
 A container ends when its attached connection does, and removes itself: so the death of its owner ends it, unless a step
 runs. The rest, and snapshots, carry their owner's label and are found by `sweep`.
@@ -44,6 +44,7 @@ REPOSITORY = "headrace-snapshot"
 DAEMON_S = 20.0  # for an answer to one question; a busy daemon takes seconds to start a container
 PING_S = 5.0
 GRACE_S = 0.5  # for what the daemon had still to pass on when a step's time was over
+FILE_SHARE = 0.75  # of the disk, for a single file: whoever meets that bound has room to go on
 LOOK_S = 0.2  # between two looks at what was written
 LATE_S = 600.0  # within which a snapshot that was given up may still appear
 READ_BYTES = 64 << 10
@@ -78,7 +79,9 @@ class DockerBackend:
     def connection(self, timeout_s: float) -> Any:
         import docker
 
-        return docker.APIClient(self.address, version="1.41", timeout=timeout_s, max_pool_size=64)
+        api = docker.APIClient(self.address, version="1.41", timeout=timeout_s, max_pool_size=64)
+        api.trust_env = False  # no proxy stands between
+        return api
 
     def _missing(self) -> tuple[str, ...]:
         with self.asking("what it can limit"):
@@ -100,12 +103,13 @@ class DockerBackend:
 
     def start(self, spec: SandboxSpec, timeout_s: float) -> DockerSandbox:
         name, image = uuid.uuid4().hex[:12], spec.base or self.image
+        file_bytes = round(spec.disk_bytes * FILE_SHARE)
         with self.asking(f"a container of image {image}"):
             config = self.api.create_host_config(
                 init=True, auto_remove=True, network_mode="none", ipc_mode="private", cap_drop=["ALL"],
                 security_opt=["no-new-privileges"], mem_limit=spec.memory_bytes, memswap_limit=spec.memory_bytes,
                 pids_limit=spec.processes, nano_cpus=round(spec.cpus * 1e9), log_config={"Type": "none", "Config": {}},
-                ulimits=[{"Name": "fsize", "Soft": spec.disk_bytes, "Hard": spec.disk_bytes},
+                ulimits=[{"Name": "fsize", "Soft": file_bytes, "Hard": file_bytes},
                          {"Name": "core", "Soft": 0, "Hard": 0}])  # fmt: skip
             made = self.api.create_container(
                 image, list(ARGV), name=f"headrace-{name}", hostname="sandbox", user="0:0", stdin_open=True,

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from headrace.schemas.errors import HeadraceError, SandboxFailed
+from headrace.schemas.errors import SandboxFailed
 
 from . import Backend, Sandbox, SandboxSpec
 from .sizing import Demand, Size, Standing, to_start
@@ -206,7 +206,10 @@ class Pool:
                     self._changed.wait(LOOK_S)
                 doomed = self._dying.popleft() if self._dying else None
             if doomed is not None:
-                doomed.kill()
+                try:
+                    doomed.kill()
+                except Exception:
+                    log.exception("sandbox %s couldn't be removed; the next start will sweep it", doomed.id)
             elif spec is not None:
                 self._start(spec)
 
@@ -235,8 +238,8 @@ class Pool:
         began, failure = time.monotonic(), None
         try:
             sandbox = self._backend.start(spec, START_TIMEOUT_S)
-        except (HeadraceError, OSError) as error:
-            failure = error if isinstance(error, SandboxFailed) else SandboxFailed(f"a sandbox didn't start: {error}")
+        except Exception as error:  # whatever it is: its order is told, and this thread serves the others
+            failure = error if isinstance(error, SandboxFailed) else SandboxFailed(f"a sandbox didn't start: {error!r}")
         with self._changed:
             self._starting[spec] -= 1
             if failure is None:

@@ -88,7 +88,7 @@ HOSTILE = [
     Hostile("eats memory in many processes", (
         "for i in {1..9}; do head -c 90000000 /dev/zero | tail -n 1 & done; wait",)),
     Hostile("eats memory as files", ("head -c 400000000 /dev/zero > /dev/shm/file",), ("stop", "memory_exhausted")),
-    Hostile("fills the disk", ("head -c 400000000 /dev/zero > /home/agent/file",)),
+    Hostile("fills the disk", ("head -c 400000000 /dev/zero > /home/agent/file",), ("stop", "disk_exhausted")),
     Hostile("fills the disk with many files", (
         "for i in {1..60}; do head -c 999999 /dev/zero > /tmp/$i; done; sleep 1",), ("stop", "disk_exhausted")),
     Hostile("fills the disk with empty files", ("seq -f /tmp/%.0f 120000 | xargs touch; sleep 1",),
