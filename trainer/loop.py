@@ -265,7 +265,7 @@ class Trainer:
         return (
             f"version {recorded.version} came out differently than it was committed: served weights "
             f"{served_hash.hex()}, on the log {recorded.served_hash.hex()}; train state {own_hash.hex()}, on the log "
-            f"{recorded.train_hash.hex()}. Of the fingerprint differs: {apart}. Set back what differs (threads, "
+            f"{recorded.train_hash.hex()}. Fingerprint differs in: {apart}. Set back what differs (threads, "
             f"libraries, machine, model folder) and start the trainer again, give it a checkpoint of version "
             f"{recorded.version} or later, or let the run go on without these bits: `headrace set {self._topics.run} "
             "checkpoint.on_difference=rebase` (or rollback)"
