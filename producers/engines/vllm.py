@@ -7,6 +7,7 @@ exact whatever is still on its way. A request is salted with the version at its 
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import platform
@@ -25,6 +26,7 @@ from .served import ModelFolder, check_changes, messages, refuse_nan, whole, wri
 T = TypeVar("T")
 
 CLOSE_S = 0.2  # vLLM's process holds nothing that is worth waiting for
+ALIVE_S = 0.5  # how often a call's wait looks whether vLLM's process is there
 BLOCK = 32  # tokens of one cache block on a CPU
 # Set where the user hasn't: no calls home, no look for a newer file, and what vLLM's CPU build needs.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "ERROR",
@@ -191,10 +193,19 @@ class VllmEngine(LoopEngine):
                 await self._begin_again(active)
 
         try:
-            await self._paused(work)
+            await self._while_alive(self._paused(work))
         except Exception as error:
             self._fail(error)
             raise ReplicaLost(f"vLLM failed while it took version {version}: {error}") from error
+
+    async def _while_alive(self, work: Coroutine[Any, Any, T]) -> T:
+        """vLLM leaves a call unanswered whose process died meanwhile. Raises ReplicaLost then."""
+        task = asyncio.ensure_future(work)
+        while not (await asyncio.wait({task}, timeout=ALIVE_S))[0]:
+            if self._engine.errored:
+                task.cancel()
+                raise ReplicaLost("its process has ended")
+        return task.result()
 
     async def _write(self, changes: Changes) -> None:
         for parts in messages(self._bits, changes):

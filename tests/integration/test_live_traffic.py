@@ -1,21 +1,24 @@
-"""Engines under live traffic: weights change fifty times while requests run."""
+"""Engines under live traffic: weights change fifty times while requests run, and a replica dies in an update."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from headrace.models import tiny_model
 from headrace.producers.engines import Engine, GenerationRequest, Sampling
 from headrace.producers.scheduler import SlotKey
 from headrace.producers.updating import UpdatePolicy
-from headrace.schemas.events import EpisodeEnded, EpisodeStarted, HandBack, Span
+from headrace.schemas.errors import ReplicaLost
+from headrace.schemas.events import EpisodeEnded, EpisodeStarted, HandBack, Heartbeat, Span
 from headrace.schemas.outcomes import REASON_WEIGHTS, Purpose, Source
 from headrace.schemas.topics import FLEET, TRAJECTORIES
 from tests.engines import open_kind
@@ -153,11 +156,36 @@ def check_traffic(working: Working, reference: Reference) -> None:
     assert reference.shortfall(PUBLICATIONS, prompt, greedy(working.engine, prompt)).max() < CLOSE
 
 
-@pytest.mark.parametrize("kind", ["hf", "vllm"])
-def test_weights_change_fifty_times_under_each_policy(kind: str, source: Publishing, model: Path) -> None:
-    with open_kind(kind, model, **SIZES) as engine:
+def test_weights_change_fifty_times_under_each_policy(source: Publishing, model: Path) -> None:
+    with open_kind("hf", model, **SIZES) as engine:
         working = Working(source, engine)
         check_traffic(working, Reference(source, model))
+        working.close()
+
+
+def test_weights_change_fifty_times_in_vllm_and_a_replica_that_dies_in_an_update_rejoins(source: Publishing,
+                                                                                        model: Path
+                                                                                        ) -> None:  # fmt: skip
+    reference = Reference(source, model)
+    with open_kind("vllm", model, **SIZES) as engine:
+        working = Working(source, engine)
+        check_traffic(working, reference)
+        die_half_way(working)
+        working.worker._host.close()
+        working.receiver.close()
+    with open_kind("vllm", model, **SIZES) as engine:
+        prompt = engine.encode_chat([{"role": "user", "content": "Say it."}])
+        assert engine.version == 0
+        working = Working(source, engine, "next")
+        assert engine.version == PUBLICATIONS + 1, "it has caught up before it takes work"
+        served = engine.served_arrays()
+        assert all(np.array_equal(bits, served[name]) for name, bits in source.history[-1].items())
+        assert engine.differing() == []  # type: ignore[attr-defined]
+        assert reference.shortfall(PUBLICATIONS + 1, prompt, greedy(engine, prompt)).max() < CLOSE
+        working.lease("broken-off", {0: 1, 1: 1}, purpose=str(Purpose.EVAL))
+        working.until(lambda: working.ended("broken-off"))
+        source.publish()
+        working.until(lambda: engine.version == PUBLICATIONS + 2)
         working.close()
 
 
@@ -201,3 +229,27 @@ def check_tokens(working: Working, reference: Reference, prompt: list[int]) -> N
                 assert reference.shortfall(version, prompt, tokens)[np.array(exact)].max() < CLOSE, version
                 checked += sum(exact)
     assert crossed > EACH // 2 and marked and checked > 10 * PUBLICATIONS and len(by_version) > PUBLICATIONS // 2
+
+
+def die_half_way(working: Working) -> None:
+    """vLLM's process is killed when half of an update is written; the replica says so, and announces nothing."""
+    engine: Any = working.engine
+    honest = engine._write
+
+    async def write(changes: Any) -> None:
+        names = list(changes)
+        await honest({name: changes[name] for name in names[: len(names) // 2]})
+        children = psutil.Process(os.getpid()).children(recursive=True)
+        for process in [one for one in children if "EngineCore" in " ".join(one.cmdline())]:
+            process.kill()
+        await honest({name: changes[name] for name in names[len(names) // 2 :]})
+
+    engine._write = write
+    working.lease("broken-off", purpose=str(Purpose.EVAL))
+    while engine.active < SLOTS:
+        working.worker.turn()
+    working.source.publish()
+    with pytest.raises(ReplicaLost):
+        while True:
+            working.worker.turn()
+    assert max(beat.version for beat in working.events(FLEET, Heartbeat)) == PUBLICATIONS
