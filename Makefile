@@ -1,6 +1,7 @@
 # Everything runs from .venv, which the first target that needs it makes.
 #   make demo [STEPS=n] [RUN=name] [SEED=s]     train a small language model from a log
 #   make test [TIER=all]                        unit and integration tests; TIER=all runs the slow ones too
+#   make soak                                   the tests that take minutes each
 #   make chaos [FAULTS=n] [SEED=s]              a run on three brokers, killed and stopped by a schedule, must end as a
 #                                               calm one (3 minutes; FAULTS=200 writes its result to benchmarks/results)
 #   make vllm                                   vLLM's CPU build, for the tests of engines (a gigabyte)
@@ -9,7 +10,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help vllm demo test chaos lint bench docs clean
+.PHONY: help vllm demo test soak chaos lint bench docs clean
 
 # The pins in constraints.txt were tested on 3.11; the first interpreter that is new enough is taken.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -54,7 +55,11 @@ demo: $(STAMP)
 # Three files at a time: many tests wait for a time-out. One thread each: processes with two threads on two cores
 # would take turns at every step of a model.
 test: $(STAMP)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder $(if $(filter all,$(TIER)),,-m "not slow")
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder -m "$(if $(filter all,$(TIER)),,not slow and )not soak"
+
+# What takes minutes: more of the same kind as the slow tests, and fifty publications under live traffic.
+soak: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m soak
 
 chaos: $(STAMP)
 	@$(BIN)/python -m tests.chaos $(if $(FAULTS),--faults $(FAULTS)) $(if $(SEED),--seed $(SEED))

@@ -26,7 +26,7 @@ from tests.publishing import DTYPE, Publishing
 from tests.working import NEW, SLOTS, Working, versions
 
 torch = pytest.importorskip("torch")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
 PUBLICATIONS = 52
 POLICIES = [("keep", "keep"), ("keep", "clear"), ("finish", "clear"), ("abort", "clear")]

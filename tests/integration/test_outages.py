@@ -97,7 +97,7 @@ def resident(process: psutil.Process, seconds: float) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("how", ["stopped", "killed"])
+@pytest.mark.parametrize("how", ["stopped", pytest.param("killed", marks=pytest.mark.soak)])
 def test_broker_away_for_a_minute_is_backpressure_in_bounded_memory_and_nothing_is_lost_or_doubled(
     tmp_path: Path, run_name: str, how: str
 ) -> None:

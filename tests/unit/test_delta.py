@@ -386,7 +386,7 @@ def of_kind(kind: str, old: State, new: State) -> list[WeightChunk]:
     return list(delta.encode_snapshot(1, new)) if kind == delta.SNAPSHOT else send(old, new, kind)
 
 
-COUNTS = [600, pytest.param(10_000, marks=pytest.mark.slow)]
+COUNTS = [600, pytest.param(10_000, marks=pytest.mark.soak)]
 
 
 @pytest.mark.parametrize("count", COUNTS)
