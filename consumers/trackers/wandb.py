@@ -37,6 +37,7 @@ class WeightsAndBiases:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             drawn = [row for file in sorted(folder.glob(f"wandb/offline-run-*-{run}/*.wandb")) for row in rows(file)]
+            os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")  # else it advertises that to standard error
             quiet = wandb.Settings(silent=True, x_disable_stats=True, console="off")
             self._run = wandb.init(id=run, name=run, project=project, dir=str(folder), resume="allow", settings=quiet,
                                    mode=None if "WANDB_MODE" in os.environ else "offline")  # fmt: skip

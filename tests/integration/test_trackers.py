@@ -81,6 +81,7 @@ def test_tracker_attached_afterwards_shows_the_curves_of_one_that_was_killed_and
     scripted: ScriptedRun, headrace: Command, tmp_path: Path, option: str, points: Any
 ) -> None:
     early, late = tmp_path / "early", tmp_path / "late"
+    pytest.importorskip("openai")  # at whose sight W&B has something to say
     scripted.until(2)
     score(scripted, 0, 0.25)
     killed_on_the_way(scripted, option, early)
