@@ -27,7 +27,7 @@ from headrace.producers.lifeline import die_with_parent
 from headrace.producers.receiver import Receiver
 from headrace.schemas import delta
 from headrace.schemas.topics import WEIGHTS, RunTopics
-from headrace.streams.log.direct import Ahead, Following
+from headrace.streams.log.direct import Following, HandedOver
 
 from . import harness
 from .baselines import reload
@@ -160,7 +160,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     kind, _, size = given.model.partition(":")
     target: Any = Held(synthetic(int(size))) if kind == "synthetic" else Sampled(given.model)
-    topics, ahead = RunTopics(given.run), Ahead() if given.direct else None
+    topics, ahead = RunTopics(given.run), HandedOver() if given.direct else None
     following = Following(given.direct, topics.name(WEIGHTS), ahead) if ahead is not None else None
     receiver = Receiver({"bootstrap.servers": given.bootstrap}, topics, worker=given.name, incarnation=given.name,
                         audit_s=1e9, ahead=ahead)  # fmt: skip

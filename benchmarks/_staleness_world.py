@@ -28,7 +28,6 @@ from headrace.schemas.events import (
     Manifest,
     Publication,
     SlotFate,
-    Task,
     Version,
     VersionRun,
 )
@@ -40,7 +39,8 @@ from headrace.trainer.batches import Episode, Group
 from headrace.trainer.drift import beside_estimated
 from headrace.trainer.step import StepSettings, TrainState
 
-LINK: dict[str, Any] = {"number": 0, "previous": b""}
+from ._virtual_log import LINK, Numbered, Place
+
 WORDS = ("even", "odd")
 SERVED_LONG = 1 << 20
 
@@ -89,22 +89,6 @@ class Ran:
         return sum(tokens for _, tokens in self.trained_lags) / self.time
 
 
-class _Tasks:
-    def at(self, cursor: int) -> Task | None:
-        return Task(str(cursor), "staleness", "{}", 0)
-
-    def find(self, task_id: str) -> Task | None:
-        return self.at(int(task_id))
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    offset: int
-    timestamp_ms: int
-    value: bytes = b""
-    partition: int = 0
-
-
 def settings(groups: int, siblings: int, max_lag: int, **staleness: Any) -> RunSettings:
     return RunSettings.model_validate({
         "model": {"path": "unused"}, "tasks": {"dataset": "chain_sum"},
@@ -120,7 +104,7 @@ class World:
         self._rng = np.random.default_rng(seed)
         self._state = TrainState(load.model, dtype=load.dtype)
         self._engine = HfEngine(load.model, slots=load.slots, max_tokens=load.max_tokens, dtype=load.dtype)
-        self._coordinator = Coordinator(rules, _Tasks())
+        self._coordinator = Coordinator(rules, Numbered("staleness"))
         self._offset, self.now, self._numbers = 0, 0.0, itertools.count()
         self._sampled: dict[str, tuple[Group, int]] = {}  # and the version that sampled it
         self._events: list[tuple[float, int, Any]] = []
@@ -223,7 +207,7 @@ class World:
 
     def _observe(self, topic: str, event: Any) -> None:
         self._offset += 1
-        self._coordinator.observe(topic, _Record(self._offset, int(self.now * 1000)), event)
+        self._coordinator.observe(topic, Place(self._offset, int(self.now * 1000)), event)
 
     def _closed(self, lease: Lease, group: Group) -> GroupClosed:
         fates = tuple(SlotFate(e.slot, 0, "w0", Outcome.MODEL_SUCCESS, "stop", "none", e.reward, True, len(e.tokens),

@@ -7,8 +7,7 @@ candidate (`zero_variance = keep`), nothing expires, and staleness only measures
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from headrace.schemas.events import (
     AttemptEnded,
@@ -20,7 +19,6 @@ from headrace.schemas.events import (
     Manifest,
     Publication,
     Span,
-    Task,
     Version,
     VersionRun,
 )
@@ -30,6 +28,7 @@ from headrace.schemas.topics import FLEET, GROUPS, POLICY
 from headrace.streams.assembler import Closed, Fold
 from headrace.streams.coordinator import Coordinator
 
+from ._virtual_log import LINK, Numbered, Place
 from .collect_parameters import GROUP_SIZE, UNLIMITED_LAG
 
 FOREVER_S = 1e9
@@ -48,33 +47,12 @@ def settings(groups: int, max_lag: int | None, group_size: int = GROUP_SIZE) -> 
     })  # fmt: skip
 
 
-class Numbered:
-    """Task i of the load, for ever."""
-
-    def at(self, cursor: int) -> Task | None:
-        return Task(str(cursor), "collect", "{}", 0)
-
-    def find(self, task_id: str) -> Task | None:
-        return self.at(int(task_id))
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    offset: int
-    timestamp_ms: int
-    value: bytes
-    partition: int = 0
-
-
-LINK: dict[str, Any] = {"number": 0, "previous": b""}
-
-
 class Streams:
     """`admit`, `ended` and `version` as `collect_virtual.Collector` says. `capacity`: slots that the worker takes
     leases for, with those that wait in its scheduler."""
 
     def __init__(self, groups: int, max_lag: int | None, capacity: int) -> None:
-        self._coordinator = Coordinator(settings(groups, max_lag), Numbered())
+        self._coordinator = Coordinator(settings(groups, max_lag), Numbered("collect"))
         self._fold, self._groups = Fold(), groups
         self._offset, self.now_ms = 0, 0
         self.version = 0
@@ -116,7 +94,7 @@ class Streams:
         self._offset += 1
         # The fold takes the bytes only as the event's identity: equal ones would be a repeat.
         closed = False
-        for effect in self._fold.apply(_Record(self._offset, self.now_ms, self._offset.to_bytes(8, "little")), event):
+        for effect in self._fold.apply(Place(self._offset, self.now_ms, self._offset.to_bytes(8, "little")), event):
             if isinstance(effect, Closed):
                 closed = True
                 self._observe(GROUPS, replace(effect.record, content_hash=b"0" * 16))
@@ -128,7 +106,7 @@ class Streams:
 
     def _observe(self, topic: str, event: Event) -> None:
         self._offset += 1
-        self._coordinator.observe(topic, _Record(self._offset, self.now_ms, b""), event)
+        self._coordinator.observe(topic, Place(self._offset, self.now_ms, b""), event)
 
     def _decide(self) -> list[list[tuple[int, int]]]:
         """Batches that are made now: (group, lag) of each group."""

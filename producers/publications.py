@@ -14,7 +14,7 @@ from headrace.schemas.errors import DamagedWeights, DataLossError, UndecodableRe
 from headrace.schemas.events import Publication, SchemaAdded, WeightChunk
 from headrace.schemas.topics import POLICY, WEIGHTS, RunTopics
 from headrace.streams.log.blobs import get
-from headrace.streams.log.direct import Ahead
+from headrace.streams.log.direct import HandedOver
 from headrace.streams.log.policy import learn_from, open_settings
 from headrace.streams.log.reader import Reader, Record, beginning_offsets, end_offsets
 
@@ -87,7 +87,7 @@ class Publications:
 
 
 def fetch(reader: Reader, topics: RunTopics, publication: Publication,
-          pause: Callable[[int], object] = lambda size: None, ahead: Ahead | None = None
+          pause: Callable[[int], object] = lambda size: None, ahead: HandedOver | None = None
           ) -> list[WeightChunk]:  # fmt: skip
     """The chunks that a publication names, with their data: those that came `ahead`, the others from the log; where the
     run has a store, from there. After each that the log is asked for, `pause` is called with the bytes that it brought.
@@ -109,7 +109,7 @@ def fetch(reader: Reader, topics: RunTopics, publication: Publication,
     return [found[offset] for offset in publication.chunks]
 
 
-def _came_ahead(ahead: Ahead, topic: str, offset: int) -> WeightChunk | None:
+def _came_ahead(ahead: HandedOver, topic: str, offset: int) -> WeightChunk | None:
     """What is damaged is looked for in the log."""
     if (value := ahead.take(offset)) is None:
         return None

@@ -33,7 +33,7 @@ from headrace.schemas.errors import (
 )
 from headrace.schemas.events import Publication, PublicationClock
 from headrace.schemas.topics import POLICY, WEIGHTS, RunTopics
-from headrace.streams.log.direct import Ahead
+from headrace.streams.log.direct import HandedOver
 from headrace.streams.log.pace import Pace
 from headrace.streams.log.policy import open_settings
 from headrace.streams.log.reader import Reader, beginning_offsets
@@ -84,7 +84,7 @@ class Receiver:
         incarnation: str = "",
         initial: Callable[[], Arrays] | None = None,
         audit_s: float = AUDIT_S,
-        ahead: Ahead | None = None,
+        ahead: HandedOver | None = None,
     ) -> None:
         """`initial` loads the bits of version 0 again; without it only snapshots serve as a full base. `audit_s`: from
         one audit of the served weights to the next. `ahead`: where records of `weights` may lie before the log is

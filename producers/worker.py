@@ -43,7 +43,7 @@ from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import FLEET, TASKS, TRAJECTORIES, WEIGHTS, RunTopics
 from headrace.schemas.waiting import Idle
 from headrace.streams.log.blobs import open_blobs
-from headrace.streams.log.direct import Ahead, Following
+from headrace.streams.log.direct import Following, HandedOver
 from headrace.streams.log.policy import Schemas
 from headrace.streams.log.reader import Reader, end_offsets
 
@@ -411,7 +411,7 @@ def run_worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSetting
     model = settings.model
     name, incarnation = name or _default_name(), uuid.uuid4().hex
     engine = open_engine(model, choice)
-    ahead = Ahead() if weights_socket else None
+    ahead = HandedOver() if weights_socket else None
     following = Following(weights_socket, topics.name(WEIGHTS), ahead) if weights_socket and ahead else None
     receiver = Receiver(kafka, topics, worker=name, incarnation=incarnation,
                         initial=lambda: ModelFolder(model.path, model.dtype, model.lora).bits, ahead=ahead)  # fmt: skip

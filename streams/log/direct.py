@@ -1,10 +1,10 @@
 """Decides how weights reach workers without a second way through the broker: as the records that are on the log.
 
 A chunk is written to the log first, as ever. Once the log has it, the trainer also hands the record, with its offset,
-to whoever listens: over a socket (`Offering`, `Following`), or in the same process (`Ahead.put` itself). A receiver
-that needs an offset looks there first and reads the log for what it doesn't find: it is the same record. So nothing
-depends on this way; a worker that is late, slow or cut off loses time alone, and what arrives is proved as all weights
-are.
+to whoever listens: over a socket (`Offering`, `Following`), or in the same process (`HandedOver.put` itself). A
+receiver that needs an offset looks there first and reads the log for what it doesn't find: it is the same record. So
+nothing depends on this way; a worker that is late, slow or cut off loses time alone, and what arrives is proved as all
+weights are.
 
 On the wire, little-endian: the four bytes HRD1, uint16 length and UTF-8 name of the topic; then for each record int64
 offset, uint32 length, and the record's value.
@@ -29,7 +29,7 @@ RETRY_S = 1.0
 _FRAME = struct.Struct("<qI")
 
 
-class Ahead:
+class HandedOver:
     """Records that came before anyone asked for them, by offset. One thread puts, another takes."""
 
     def __init__(self, held_bytes: int = HELD_BYTES) -> None:
@@ -149,7 +149,7 @@ class _Listener:
 class Following:
     """A worker's end: what the trainer offers lies in `ahead` until it is fetched. The trainer may come and go."""
 
-    def __init__(self, address: str, topic: str, ahead: Ahead) -> None:
+    def __init__(self, address: str, topic: str, ahead: HandedOver) -> None:
         self._address, self._topic, self._ahead = _split(address), topic, ahead
         self._closed = threading.Event()
         self._connection: socket.socket | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from examples.plain_pytorch import loss_of, train
-from headrace.models import tiny_model
 from headrace.producers.engines.hf import HfEngine
 from headrace.producers.receiver import Receiver
 from headrace.schemas.errors import Fenced, ReplayMismatch, WeightsRefused
@@ -21,21 +20,9 @@ from headrace.trainer.door import open_trainer
 from headrace.trainer.fetch import fetch_batch
 from headrace.trainer.publish import Publisher, read_policy
 from headrace.trainer.step import TrainState
-from tests.synthetic_run import SyntheticRun, episode, run_settings
+from tests.synthetic_run import SyntheticRun, episode
 
 Kafka = Mapping[str, Any]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models") / "tiny", hidden=32)
-
-
-@pytest.fixture
-def run(kafka: Kafka, run_name: str, model: Path) -> Iterator[SyntheticRun]:
-    one = SyntheticRun(kafka, run_name, run_settings(model))
-    yield one
-    one.close()
 
 
 def rounded(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:

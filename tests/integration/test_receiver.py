@@ -22,7 +22,7 @@ from headrace.schemas.delta import relative
 from headrace.schemas.errors import BlobDamaged, BlobLost, DamagedWeights, WeightsRefused, WrongBase
 from headrace.schemas.events import WeightChunk
 from headrace.schemas.topics import WEIGHTS, RunTopics
-from headrace.streams.log.direct import Ahead, Following, Offering
+from headrace.streams.log.direct import Following, HandedOver, Offering
 from headrace.streams.log.reader import beginning_offsets, end_offsets, read_range
 from headrace.trainer.publish import Policy
 from headrace.trainer.sending import Abandoned
@@ -426,7 +426,7 @@ def test_weights_come_directly_and_the_log_has_the_same_records(
     kafka: Kafka, run_name: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over a socket, or from the publisher in the same process; nothing of them is read from the broker."""
-    ahead, target = Ahead(), Target(model())
+    ahead, target = HandedOver(), Target(model())
     topic = RunTopics(run_name).name(WEIGHTS)
     offering = Offering("127.0.0.1:0", topic) if way == "socket" else None
     tap = ahead.put if offering is None else offering.offer
@@ -452,7 +452,7 @@ def test_weights_come_directly_and_the_log_has_the_same_records(
 def test_a_worker_that_is_cut_off_or_gets_damaged_records_directly_reads_the_log(kafka: Kafka, run_name: str,
                                                                                 monkeypatch: pytest.MonkeyPatch
                                                                                 ) -> None:  # fmt: skip
-    ahead, target, given = Ahead(), Target(model()), []
+    ahead, target, given = HandedOver(), Target(model()), []
 
     def tap(offset: int, value: bytes) -> None:
         given.append(offset)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from confluent_kafka import TopicPartition
 
 from headrace.changing import change
@@ -24,7 +22,6 @@ from headrace.consumers.partition import audit_partition
 from headrace.consumers.proofs import check_policy
 from headrace.consumers.run import open_run
 from headrace.consumers.source import Snapshot
-from headrace.models import tiny_model
 from headrace.producers.engines.hf import HfEngine
 from headrace.producers.receiver import Receiver
 from headrace.schemas import delta
@@ -33,49 +30,23 @@ from headrace.schemas.errors import CheckpointError, DataLossError
 from headrace.schemas.events import Derived, EpisodeEnded, PayloadEpisode, Reconciled, Task, Version
 from headrace.schemas.topics import BATCHES, POLICY, SAMPLES, TRAJECTORIES
 from headrace.streams.log import clients
-from headrace.streams.log.policy import open_settings
 from headrace.streams.log.reader import Reader, end_offsets, read_range
 from headrace.streams.log.transactions import Output
 from headrace.trainer import loop, replay
 from headrace.trainer.fetch import fetch_batch
-from headrace.trainer.loop import Trainer, run_trainer
-from headrace.trainer.publish import PolicyHead, Publisher, read_policy
+from headrace.trainer.loop import Trainer
+from headrace.trainer.publish import Publisher
 from headrace.trainer.rescore import rescored
 from headrace.verifying import ScoreVerifier
 from tests.command import Command
 from tests.synthetic_run import PARTITIONS, SyntheticRun, episode, run_settings
+from tests.training import head, train
 
 Kafka = Mapping[str, Any]
 Events = list[Any]
 
 
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models") / "tiny", hidden=32)
-
-
-@pytest.fixture
-def run(kafka: Kafka, run_name: str, model: Path) -> Iterator[SyntheticRun]:
-    one = SyntheticRun(kafka, run_name, run_settings(model))
-    yield one
-    one.close()
-
-
-def train(run: SyntheticRun, state_dir: Path, stop_at: int, threads: int = 1) -> None:
-    run_trainer(run.kafka, run.topics, run.settings, threading.Event(), state_dir, stop_at, threads=threads)
-
-
-def head(run: SyntheticRun) -> PolicyHead:
-    return read_policy(run.kafka, run.topics, open_settings(run.kafka, run.topics))
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 def events(run: SyntheticRun, kind: type) -> Events:

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,6 +50,7 @@ from headrace.streams.log import clients
 from headrace.streams.log.reader import Reader, Record, end_offsets, last_record, read_at, read_range
 from headrace.streams.log.transactions import Output, Transactor
 from headrace.trainer.fetch import Batch, fetch_batch
+from tests.roles import role
 from tests.scripted import lease, run_settings, spec
 
 Kafka = dict[str, Any]
@@ -64,21 +64,8 @@ def settings(**log: Any) -> RunSettings:
 
 @contextmanager
 def assembler(kafka: Kafka, topics: RunTopics, run: RunSettings) -> Iterator[None]:
-    stop, raised = threading.Event(), list[BaseException]()
-
-    def body() -> None:
-        try:
-            run_assembler(kafka, topics, run, stop)
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    try:
+    with role(run_assembler, kafka, topics, run, join_s=60.0) as raised:
         yield
-    finally:
-        stop.set()
-        thread.join(60)
     assert not raised, raised
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from headrace.consumers.accounts import Accounts
 from headrace.consumers.facts import Failures
@@ -23,7 +22,6 @@ from headrace.consumers.index import Index
 from headrace.consumers.partition import audit_partition
 from headrace.consumers.proofs import check_policy
 from headrace.consumers.source import Snapshot
-from headrace.models import tiny_model
 from headrace.producers.engines import GenerationRequest, Sampling
 from headrace.producers.engines.hf import HfEngine
 from headrace.producers.publications import served_state
@@ -45,41 +43,22 @@ from headrace.schemas.hashes import GENESIS
 from headrace.schemas.outcomes import Outcome
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import BATCHES, GROUPS, POLICY
-from headrace.streams.log.policy import open_settings
 from headrace.streams.log.reader import Reader, Record, end_offsets, read_range
 from headrace.streams.log.transactions import Output
 from headrace.trainer import loop
 from headrace.trainer.fetch import fetch_batch
 from headrace.trainer.inbox import Inbox
 from headrace.trainer.loop import Trainer, run_trainer
-from headrace.trainer.publish import Policy, PolicyHead, Publisher, read_policy
+from headrace.trainer.publish import Policy, Publisher
 from headrace.trainer.step import TrainState
 from tests.killed_trainer import BOUNDARIES, BOUNDARIES_BETWEEN, kill_at
 from tests.synthetic_run import PARTITIONS, SyntheticRun, episode, run_settings
+from tests.training import head, train
 
 Kafka = Mapping[str, Any]
 
 
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models") / "tiny", hidden=32)
-
-
-@pytest.fixture
-def run(kafka: Kafka, run_name: str, model: Path) -> Iterator[SyntheticRun]:
-    one = SyntheticRun(kafka, run_name, run_settings(model))
-    yield one
-    one.close()
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 @contextmanager
@@ -90,14 +69,6 @@ def training(run: SyntheticRun, state_dir: Path) -> Iterator[Trainer]:
         yield trainer
     finally:
         trainer.close()
-
-
-def train(run: SyntheticRun, state_dir: Path, stop_at: int) -> None:
-    run_trainer(run.kafka, run.topics, run.settings, threading.Event(), state_dir, stop_at, threads=1)
-
-
-def head(run: SyntheticRun) -> PolicyHead:
-    return read_policy(run.kafka, run.topics, open_settings(run.kafka, run.topics))
 
 
 def outcome(run: SyntheticRun) -> list[tuple[Any, ...]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from headrace.schemas.errors import SettingsError
-from headrace.streams.log.direct import MAGIC, Ahead, Following, Offering
+from headrace.streams.log.direct import MAGIC, Following, HandedOver, Offering
 
 
 def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -20,7 +20,7 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def test_a_record_is_there_once_and_what_lies_before_it_goes_with_it() -> None:
-    ahead = Ahead()
+    ahead = HandedOver()
     for offset in (3, 5, 6, 9):
         ahead.put(offset, bytes([offset]))
     assert ahead.take(4) is None and ahead.take(3) is None, "3 was before 4"
@@ -29,14 +29,14 @@ def test_a_record_is_there_once_and_what_lies_before_it_goes_with_it() -> None:
 
 
 def test_the_oldest_records_make_room() -> None:
-    ahead = Ahead(held_bytes=10)
+    ahead = HandedOver(held_bytes=10)
     for offset in range(4):
         ahead.put(offset, bytes(4))
     assert [ahead.take(offset) for offset in range(4)] == [None, None, bytes(4), bytes(4)]
 
 
 def test_records_reach_every_listener_and_one_that_comes_back() -> None:
-    offering, first, second = Offering("127.0.0.1:0", "run.weights"), Ahead(), Ahead()
+    offering, first, second = Offering("127.0.0.1:0", "run.weights"), HandedOver(), HandedOver()
     address = f"127.0.0.1:{offering.port}"
     followers = [Following(address, "run.weights", one) for one in (first, second)]
     until(lambda: offering.listeners == 2)
@@ -71,7 +71,7 @@ def test_a_listener_that_does_not_keep_up_is_cut_off_and_never_waited_for() -> N
 def test_what_offers_another_run_or_no_weights_is_not_listened_to(
     greeting: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ahead = Ahead()
+    ahead = HandedOver()
     with socket.create_server(("127.0.0.1", 0)) as server:
         following = Following(f"127.0.0.1:{server.getsockname()[1]}", "run.weights", ahead)
         connection, _ = server.accept()
