@@ -74,7 +74,8 @@ def backwards(source: LogSource, topic: str, partition: int, end: int | None = N
 class Snapshot:
     """A LogSource over Kafka: read-committed, no consumer group."""
 
-    def __init__(self, kafka: KafkaConfig, topics: RunTopics):
+    def __init__(self, kafka: KafkaConfig, topics: RunTopics, learned: int = 0):
+        """`learned`: the schemas that `policy` announces below this offset are known in this process."""
         self.run = topics.run
         self._kafka, self._topics = kafka, topics
         with Reader(kafka) as reader:
@@ -86,7 +87,7 @@ class Snapshot:
             self._lower = {topic: bounds(topic) for topic in _CUT_ORDER}
             time.sleep(_MARKERS_S)
             self._upper = {topic: bounds(topic) for topic in _CUT_ORDER}
-        learn_schemas(kafka, topics)  # after the edges: the schemas of all below are announced by now
+        learn_schemas(kafka, topics, learned)  # after the edges: the schemas of all below are announced by now
 
     def partitions(self, topic: str) -> int:
         return len(self._upper[topic])
@@ -102,9 +103,10 @@ class Snapshot:
 
     def records(self, topic: str, partition: int, start: int = 0, end: int | None = None) -> Iterator[Record]:
         first, last = self._upper[topic][partition]
-        with Reader(self._kafka) as reader:
-            yield from reader.read(self._topics.name(topic), partition, max(first, start),
-                                   last if end is None else min(last, end))  # fmt: skip
+        start, end = max(first, start), last if end is None else min(last, end)
+        if start < end:
+            with Reader(self._kafka) as reader:
+                yield from reader.read(self._topics.name(topic), partition, start, end)
 
     def offset_at(self, topic: str, partition: int, time_ms: int) -> int:
         with Reader(self._kafka) as reader:
