@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from headrace.schemas.topics import (
@@ -78,7 +79,9 @@ class Snapshot:
         """`learned`: the schemas that `policy` announces below this offset are known in this process."""
         self.run = topics.run
         self._kafka, self._topics = kafka, topics
-        with Reader(kafka) as reader:
+        # Whoever reads partition after partition, or record after record, needs one client, not one for each.
+        self._idle: list[Reader] = []
+        with self._reader() as reader:
 
             def bounds(topic: str) -> list[tuple[int, int]]:
                 name = topics.name(topic)
@@ -105,9 +108,19 @@ class Snapshot:
         first, last = self._upper[topic][partition]
         start, end = max(first, start), last if end is None else min(last, end)
         if start < end:
-            with Reader(self._kafka) as reader:
+            with self._reader() as reader:
                 yield from reader.read(self._topics.name(topic), partition, start, end)
 
     def offset_at(self, topic: str, partition: int, time_ms: int) -> int:
-        with Reader(self._kafka) as reader:
+        with self._reader() as reader:
             return min(reader.offset_at(self._topics.name(topic), partition, time_ms), self.end(topic, partition))
+
+    @contextmanager
+    def _reader(self) -> Iterator[Reader]:
+        """One that nobody uses, or a new one. Those that are idle end with the snapshot."""
+        reader = self._idle.pop() if self._idle else Reader(self._kafka)
+        try:
+            yield reader
+        finally:
+            reader.assign({})  # else it would fetch on
+            self._idle.append(reader)
