@@ -109,8 +109,8 @@ def measure(options: argparse.Namespace, result: Result) -> None:
                     rates[SUBJECTS[1]].median / rates[SUBJECTS[0]].median, 0.5)  # fmt: skip
     result.row("step time of a training", "alone", spread(times.alone), "s a version")
     result.row("step time of a training", "attached", spread(times.attached), "s a version")
-    for kind, each in times.cpu.items():
-        result.row("CPU of an attached consumer", kind, spread([100 * share for share in each]), "% of a core")
+    for kind, cores in times.cpu.items():
+        result.row("CPU of an attached consumer", kind, spread([100 * share for share in cores]), "% of a core")
     shares = [with_them / without - 1 for with_them, without in zip(times.attached, times.alone, strict=True)]
     mean = statistics.mean(shares)
     error = T95[pairs - 1] * statistics.stdev(shares) / pairs**0.5
