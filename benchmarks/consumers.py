@@ -5,9 +5,9 @@ The bare loop decodes every event and unpacks no column; the table has every tok
 position and origin in Arrow's buffers. Each is a process of its own, taken in turn. Spans have 256 tokens, ids and
 log-probabilities are drawn with the spread of sampled ones.
 
-Last, what three attached consumers (every event, closed groups, an audit every ten seconds) cost a training on this
+Last, what three attached consumers (every event, closed groups, `headrace status --follow`) cost a training on this
 machine, as a share of its step time: one real run with a tiny model, with and without them in turn. The interval is the
-95 % one of Student's t over the pairs.
+95 % one of Student's t over the pairs. An audit reads the whole run again and ends: `benchmarks.ledger` has its cost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headrace.consumers import open_run
 from headrace.schemas.topics import TRAJECTORIES
 
 from . import harness
-from ._attached import step_times
+from ._attached import windows
 from .baselines.bare_consumer import count_tokens
 from .harness import CannotMeasure, Result, Spread, spread
 from .streams_load import SIBLINGS, Rollouts, create, settings
@@ -95,7 +95,7 @@ def measure(options: argparse.Namespace, result: Result) -> None:
                                   2 if options.quick else 5, warm=not options.quick)  # fmt: skip
         whole = {subject: measured(subject, long) for subject in SUBJECTS[1:]}
         pairs = QUICK_PAIRS if options.quick else PAIRS
-        times = step_times(kafka, pairs, QUICK_VERSIONS if options.quick else VERSIONS)
+        times = windows(kafka, pairs, QUICK_VERSIONS if options.quick else VERSIONS)
     rates: dict[str, Spread] = {}
     for subject, each in found.items():
         rates[subject] = spread([one["tokens"] / one["cpu_s"] for one in each])
@@ -107,9 +107,11 @@ def measure(options: argparse.Namespace, result: Result) -> None:
         result.at_most(f"memory of the longer run to that of the shorter, {subject}", many / few, 1.15)
     result.at_least("log to Arrow, of the speed of bare consume + decode",
                     rates[SUBJECTS[1]].median / rates[SUBJECTS[0]].median, 0.5)  # fmt: skip
-    for subject, seconds in times.items():
-        result.row("step time of a training", subject, spread(seconds), "s a version")
-    shares = [with_them / without - 1 for with_them, without in zip(times["attached"], times["alone"], strict=True)]
+    result.row("step time of a training", "alone", spread(times.alone), "s a version")
+    result.row("step time of a training", "attached", spread(times.attached), "s a version")
+    for kind, cores in times.cpu.items():
+        result.row("CPU of an attached consumer", kind, spread([100 * share for share in cores]), "% of a core")
+    shares = [with_them / without - 1 for with_them, without in zip(times.attached, times.alone, strict=True)]
     mean = statistics.mean(shares)
     error = T95[pairs - 1] * statistics.stdev(shares) / pairs**0.5
     result.row("cost of three attached consumers", "mean over the pairs", 100 * mean, "%")

@@ -13,8 +13,9 @@ from collections.abc import Generator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from headrace.schemas.codec import kind_of
 from headrace.schemas.errors import SettingsError, UndecodableRecord
-from headrace.schemas.events import Event, Version
+from headrace.schemas.events import Disposed, Event, GroupClosed, Manifest, Version
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import ALL_TOPICS, BATCHES, GROUPS, POLICY, RunTopics
 from headrace.streams.log.clients import check_broker
@@ -50,6 +51,7 @@ class Run:
 
     def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings) -> None:
         self.kafka, self.topics, self.settings = kafka, topics, settings
+        self._learned = 0  # what is below in `policy` need not be read again for its schemas
 
     @property
     def name(self) -> str:
@@ -57,7 +59,9 @@ class Run:
 
     def snapshot(self) -> Snapshot:
         """Everything that the run's topics hold, as of now."""
-        return Snapshot(self.kafka, self.topics)
+        found = Snapshot(self.kafka, self.topics, self._learned)
+        self._learned = found.end(POLICY, 0)
+        return found
 
     # -------------------------------------------------------------------------------------------------- events
 
@@ -74,14 +78,15 @@ class Run:
     def events(self, *topics: str, start: Start = "earliest", follow: bool = False, stop: threading.Event | None = None,
                group: str | None = None, episode: str | None = None, version: int | None = None,
                kinds: type | tuple[type, ...] = ()) -> Stream[Read]:  # fmt: skip
-        """As `records` (without topics: of all), decoded, and only those that `Selection` describes.
+        """As `records` (without topics: of all that may hold the kinds), decoded, and only those that `Selection`
+        describes.
 
         Where nothing is selected, a record that can't be decoded is handed out with the error that says why: it is a
         fact too.
         """
-        topics = topics or ALL_TOPICS
-        _check_topics(topics)
         wanted = Selection.of(group=group, episode=episode, version=version, kinds=kinds)
+        topics = topics or wanted.topics()
+        _check_topics(topics)
 
         def read(stopped: Stopped) -> Generator[list[Read], None, None]:
             decode = Decoder(self.kafka, self.topics, wanted)
@@ -94,7 +99,8 @@ class Run:
         """Closed groups, each once: when its fate is known. Without `follow`, candidates that still wait come last."""
 
         def read(stopped: Stopped) -> Generator[list[GroupView], None, None]:
-            decode, fates = Decoder(self.kafka, self.topics), GroupFates()
+            wanted = Selection.of(kinds=(GroupClosed, Manifest, Disposed))
+            decode, fates = Decoder(self.kafka, self.topics, wanted), GroupFates()
             for batch in self._read((GROUPS, BATCHES), "earliest", follow, stopped):
                 yield [view for record, event in decode(batch) if not isinstance(event, UndecodableRecord)
                        for view in fates.feed(record, event)]  # fmt: skip
@@ -177,7 +183,7 @@ class Run:
     def _read(self, topics: tuple[str, ...], start: Start, follow: bool, stopped: Stopped
               ) -> Generator[list[Record], None, None]:  # fmt: skip
         positions, ends = self.positions(topics, start)
-        with Reader(self.kafka, positions) as reader:
+        with Reader(self.kafka, positions, gather=follow) as reader:
             while not stopped():
                 if not follow and all(reader.positions[place] >= end for place, end in ends.items()):
                     return
@@ -186,7 +192,8 @@ class Run:
 
 
 class Decoder:
-    """Records of a run as events, those that are wanted. A key that can't be a wanted one spares the decoding."""
+    """Records of a run as events, those that are wanted. A key or a kind that can't be a wanted one spares the
+    decoding."""
 
     def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, wanted: Selection | None = None) -> None:
         self._schemas, self._topics, self._wanted = Schemas(kafka, topics), topics, wanted or Selection()
@@ -197,6 +204,9 @@ class Decoder:
         for record in records:
             key = self._keys[record.topic]
             if key is not None and record.key is not None and record.key != key:
+                continue
+            kind = kind_of(record.value)  # None: of a schema that is to be looked up, or none of ours
+            if kind is not None and not self._wanted.wants_kind(kind):
                 continue
             try:
                 event = self._schemas.decode(record.value)

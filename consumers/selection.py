@@ -11,7 +11,8 @@ from datetime import datetime
 from typing import Any, Literal
 
 from headrace.schemas.errors import SettingsError
-from headrace.schemas.events import Disposed, Event, GroupClosed, Lease, Manifest, Span, Version
+from headrace.schemas.events import Disposed, Event, GroupClosed, Kinds, Lease, Manifest, Span, Version
+from headrace.schemas.topics import ALL_TOPICS
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,20 @@ class Selection:
         keyed = topic in ("trajectories", "samples", "groups", "tasks")
         return self.group.encode() if self.group is not None and keyed else None
 
+    def topics(self) -> tuple[str, ...]:
+        """Those that may hold what is wanted. Raises SettingsError where none does."""
+        found = tuple(topic for topic in ALL_TOPICS if any(map(self.wants_kind, Kinds.BY_TOPIC[topic])))
+        if not found:
+            raise SettingsError(f"no topic holds records of the kinds {', '.join(k.__name__ for k in self.kinds)}: use "
+                                "classes of headrace.schemas.events")  # fmt: skip
+        return found
+
+    def wants_kind(self, kind: type) -> bool:
+        """False: no record of this kind can be wanted. Its header says the kind, so that spares decoding too."""
+        return not self.kinds or issubclass(kind, self.kinds)
+
     def wants(self, event: Event) -> bool:
-        return ((not self.kinds or isinstance(event, self.kinds))
+        return (self.wants_kind(type(event))
                 and (self.group is None or self._of_group(event, self.group))
                 and (self.version is None or self._of_version(event, self.version)))  # fmt: skip
 

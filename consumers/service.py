@@ -42,6 +42,8 @@ class Service:
         with run.service("mirror", "groups", exactly_once=True) as service:
             for batch in service.batches(follow=True):
                 service.commit([Output("closures", 0, ...) for record, event in batch])
+
+    Only `commit` keeps the position: what was handed out since the last one comes again.
     """
 
     def __init__(self, run: Run, name: str, topics: Sequence[str], *, start: Start, exactly_once: bool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from headrace.schemas.topics import (
@@ -74,10 +75,13 @@ def backwards(source: LogSource, topic: str, partition: int, end: int | None = N
 class Snapshot:
     """A LogSource over Kafka: read-committed, no consumer group."""
 
-    def __init__(self, kafka: KafkaConfig, topics: RunTopics):
+    def __init__(self, kafka: KafkaConfig, topics: RunTopics, learned: int = 0):
+        """`learned`: the schemas that `policy` announces below this offset are known in this process."""
         self.run = topics.run
         self._kafka, self._topics = kafka, topics
-        with Reader(kafka) as reader:
+        # Whoever reads partition after partition, or record after record, needs one client, not one for each.
+        self._idle: list[Reader] = []
+        with self._reader() as reader:
 
             def bounds(topic: str) -> list[tuple[int, int]]:
                 name = topics.name(topic)
@@ -86,7 +90,7 @@ class Snapshot:
             self._lower = {topic: bounds(topic) for topic in _CUT_ORDER}
             time.sleep(_MARKERS_S)
             self._upper = {topic: bounds(topic) for topic in _CUT_ORDER}
-        learn_schemas(kafka, topics)  # after the edges: the schemas of all below are announced by now
+        learn_schemas(kafka, topics, learned)  # after the edges: the schemas of all below are announced by now
 
     def partitions(self, topic: str) -> int:
         return len(self._upper[topic])
@@ -102,10 +106,21 @@ class Snapshot:
 
     def records(self, topic: str, partition: int, start: int = 0, end: int | None = None) -> Iterator[Record]:
         first, last = self._upper[topic][partition]
-        with Reader(self._kafka) as reader:
-            yield from reader.read(self._topics.name(topic), partition, max(first, start),
-                                   last if end is None else min(last, end))  # fmt: skip
+        start, end = max(first, start), last if end is None else min(last, end)
+        if start < end:
+            with self._reader() as reader:
+                yield from reader.read(self._topics.name(topic), partition, start, end)
 
     def offset_at(self, topic: str, partition: int, time_ms: int) -> int:
-        with Reader(self._kafka) as reader:
+        with self._reader() as reader:
             return min(reader.offset_at(self._topics.name(topic), partition, time_ms), self.end(topic, partition))
+
+    @contextmanager
+    def _reader(self) -> Iterator[Reader]:
+        """One that nobody uses, or a new one. Those that are idle end with the snapshot."""
+        reader = self._idle.pop() if self._idle else Reader(self._kafka)
+        try:
+            yield reader
+        finally:
+            reader.assign({})  # else it would fetch on
+            self._idle.append(reader)

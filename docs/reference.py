@@ -12,7 +12,8 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -22,7 +23,8 @@ import typer.main
 from pydantic import BaseModel
 from typing_extensions import TypeIs
 
-from headrace import cli, roles
+from headrace import cli, consumers, roles
+from headrace.consumers import frames, lineage, selection
 from headrace.schemas import codec, errors, events
 from headrace.schemas.outcomes import Account, Boundary, Closure, Disposition, Outcome
 from headrace.schemas.settings import CHANGEABLE, RunSettings
@@ -41,7 +43,7 @@ _COMMENTED = re.compile(r"^    (\w+)\s*:[^#]*#\s*(.+)$")
 def pages() -> dict[str, str]:
     """Name of each file -> what it must hold."""
     return {"settings.md": _settings(), "commands.md": _commands(), "errors.md": _errors(), "records.md": _records(),
-            "figures.md": _figures()}  # fmt: skip
+            "figures.md": _figures(), "sdk.md": _sdk()}  # fmt: skip
 
 
 def main() -> None:
@@ -309,6 +311,65 @@ def _figures() -> str:
     return _page("Figures", "consumers/figures.py", *parts).replace(
         "`consumers/figures.py`", "the modules that are named below", 1
     )
+
+
+# -------------------------------------------------------------------------------------------------------------- SDK
+
+
+def _sdk() -> str:
+    """A change of the public surface shows as a change of this page."""
+    intro = ("What `headrace.consumers` names is the public surface of reading a run. It follows semantic versioning "
+             "with the package: until the next major version names stay, arguments are only added, with defaults, and "
+             "columns of [tables](../tables.md) are only added. It is typed (`py.typed`), and importing it loads "
+             "neither pyarrow nor pandas nor polars. [Analytics](../analytics.md) shows it at work.")  # fmt: skip
+    parts = [intro]
+    for name in consumers.__all__:
+        parts += [f"## {name}", *_public(name, getattr(consumers, name))]
+    parts.append("## What they return")
+    for kind in (frames.Table, lineage.TokenOrigin, lineage.EpisodeFate, lineage.Use):
+        parts += [f"### {kind.__name__}", *_public(kind.__name__, kind)]
+    return _page("The reader's SDK", "consumers/__init__.py", *[part for part in parts if part])
+
+
+def _public(name: str, thing: Any) -> Iterator[str]:
+    if inspect.isfunction(thing):
+        yield _code(_call(thing))
+        yield inspect.cleandoc(thing.__doc__ or "")
+    elif inspect.isclass(thing):
+        yield _own_doc(thing)
+        if dataclasses.is_dataclass(thing):
+            yield _fields(thing)
+        own = [(key, one) for key, one in vars(thing).items() if not key.startswith("_")]
+        rows = [(_code(_call(one)), one.__doc__ or "") for _, one in own if inspect.isfunction(one)]
+        rows += [(_code(f"{key}: {_returns(one.fget)}"), one.__doc__ or "") for key, one in own
+                 if isinstance(one, property) and one.fget]  # fmt: skip
+        if rows:
+            yield _table(("method or property", "meaning"), rows)
+    else:  # an alias: what stands behind it in its module
+        body = ast.parse(inspect.getsource(selection)).body
+        at = next(i for i, node in enumerate(body) if isinstance(node, ast.Assign)
+                  and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name)  # fmt: skip
+        alias, said = body[at : at + 2]
+        assert isinstance(alias, ast.Assign) and isinstance(said, ast.Expr) and isinstance(said.value, ast.Constant)
+        yield _code(ast.unparse(alias.value))
+        yield inspect.cleandoc(str(said.value.value))
+
+
+def _call(function: Callable[..., Any]) -> str:
+    node = _definition(function)
+    arguments = re.sub(r"^self(, /)?(, )?", "", ast.unparse(node.args))
+    return f"{node.name}({arguments}) -> {_returns(function)}"
+
+
+def _returns(function: Callable[..., Any]) -> str:
+    node = _definition(function)
+    return ast.unparse(node.returns) if node.returns is not None else "None"
+
+
+def _definition(function: Callable[..., Any]) -> ast.FunctionDef:
+    node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    assert isinstance(node, ast.FunctionDef)
+    return node
 
 
 if __name__ == "__main__":

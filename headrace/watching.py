@@ -32,7 +32,7 @@ def watch(run: Run, as_json: bool) -> None:
         while not stop.is_set():
             source = run.snapshot()
             letters = dead_letters(source)
-            found = glance(source, run.settings, int(time.time() * 1000), small.read(source))
+            found = glance(source, run.settings, int(time.time() * 1000), small.read(source), letters)
             if as_json or show is not _print or before != (before := _happened(found)) or found.state.over:
                 lines = [*status_lines(run.name, found.state, letters, found.figures.waits), "", *verdict_lines(found)]
                 show([dumps(report_row(found))] if as_json else [*lines, *([ENDED] if found.state.over else [])])

@@ -50,7 +50,7 @@ class Table:
         return self.spec.arrow()
 
     def batches(self) -> Iterator[pyarrow.RecordBatch]:
-        """In order; some 16,000 to 70,000 rows each, whatever the length of the run. Raises LogError, DataLossError."""
+        """In order; some 16,000 to 40,000 rows each, whatever the length of the run. Raises LogError, DataLossError."""
         if self.name == "tokens":
             yield from tokens(self._source)
             return

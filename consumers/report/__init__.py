@@ -17,7 +17,7 @@ from ..calibration import Calibration, calibration
 from ..facts import Fact, Failures, read_facts
 from ..figures import Figures, figures
 from ..ledger import Ledger, audit
-from ..letters import dead_letters
+from ..letters import DeadLetters, dead_letters
 from ..source import LogSource
 from ..state import State, state
 from ..tables import read_small
@@ -66,16 +66,16 @@ class Report:
 
 def gather(source: LogSource, settings: RunSettings, now_ms: int) -> Report:
     """Reads all of the run's small topics, and the raw events for the ledger."""
-    return glance(source, settings, now_ms, read_small(source), audit(source))
+    return glance(source, settings, now_ms, read_small(source), dead_letters(source), audit(source))
 
 
-def glance(source: LogSource, settings: RunSettings, now_ms: int, facts: Sequence[Fact[Any]],
+def glance(source: LogSource, settings: RunSettings, now_ms: int, facts: Sequence[Fact[Any]], letters: DeadLetters,
            ledger: Ledger | None = None) -> Report:  # fmt: skip
-    """As `gather`, of small topics that were read already."""
+    """As `gather`, of small topics and dead letters that were read already."""
     scores = [fact.event for fact in read_facts(source, EVALS, 0, Failures())]
     return Report(
         run=source.run, model=settings.model.path, made_ms=now_ms,
-        state=state(facts, settings, now_ms, dead_letters(source).count), figures=figures(facts),
+        state=state(facts, settings, now_ms, letters.count), figures=figures(facts),
         freshness=freshness(facts), calibration=calibration(facts, settings.staleness.floor),
         alignment=alignment(facts), reliability=reliability(facts),
         transport=transport(facts, settings.weights), evaluation=evaluation(scores), ledger=ledger,

@@ -171,9 +171,9 @@ def learn_from(records: Iterable[Record]) -> None:
             log.error("the schema of %s %s in policy is ignored: %s", event.name, event.fingerprint.hex(), error)
 
 
-def learn_schemas(kafka: KafkaConfig, topics: RunTopics) -> None:
-    """Learn all that are announced by now."""
-    learn_from(_records(kafka, topics))
+def learn_schemas(kafka: KafkaConfig, topics: RunTopics, start: int = 0) -> None:
+    """Learn all that are announced by now, from this offset of `policy` on."""
+    learn_from(_records(kafka, topics, start))
 
 
 def check_announced(kafka: KafkaConfig, topics: RunTopics) -> None:
@@ -219,8 +219,9 @@ class Schemas:
         return knows(unknown.fingerprint)
 
 
-def _records(kafka: KafkaConfig, topics: RunTopics) -> Iterator[Record]:
-    """What of `policy` can be read now. The topic must exist."""
+def _records(kafka: KafkaConfig, topics: RunTopics, start: int = 0) -> Iterator[Record]:
+    """What of `policy` can be read now, from this offset on. The topic must exist."""
     name = topics.name(POLICY)
     with Reader(kafka) as reader:
-        yield from reader.read(name, 0, *reader.bounds(name, 0))
+        first, end = reader.bounds(name, 0)
+        yield from reader.read(name, 0, max(first, start), end)

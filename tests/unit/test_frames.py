@@ -116,6 +116,44 @@ def test_a_token_has_its_position_in_its_branch_of_the_episode() -> None:
     assert table(log, "tokens").to_pydict()["position"][-2:] == [None, None]
 
 
+def test_every_column_of_spans_of_every_form_is_what_a_plain_loop_says() -> None:
+    """Ids of two to four bytes, several versions in a span, masks, entropies that aren't known, no token at all."""
+    random = np.random.default_rng(7)
+    log, expected = MemoryLog.empty("forms", {"trajectories": 2}), list[dict[str, Any]]()
+    ends: dict[tuple[int, int], int] = {}
+    for number in range(120):
+        slot, attempt = int(random.integers(3)), int(random.integers(2))
+        sequence = 2 if (slot, attempt) in ends else 1
+        model, count = bool(random.integers(2)), int(random.integers(9))
+        ids = random.integers(0, random.choice([1 << 16, 1 << 20, 1 << 31]), count).astype(np.int32)
+        logprobs, entropies = (random.random((2, count)) * -3).astype(np.float32)
+        entropies[::2] = np.nan
+        cuts = [int(n) for n in (count // 2, count - count // 2) if n] if model else []
+        mask = random.integers(0, 2, count).astype(np.uint8) if random.integers(2) else None
+        known, engine = bool(random.integers(2)), [None, "a", "b"][int(random.integers(3))]
+        versions = tuple(VersionRun(number + i, n) for i, n in enumerate(cuts))
+        parent = -1 if (slot, attempt) not in ends else 1
+        span = Span("g", slot, attempt, f"w{slot}", sequence, "model" if model else "environment", number % 4, parent,
+                    count, versions, None, engine, None, {}, pack_ids(ids), pack_float32(logprobs) if model else None,
+                    mask.tobytes() if mask is not None else None,
+                    pack_float32(entropies) if known else None)  # fmt: skip
+        begin = 0 if parent < 0 else ends[slot, attempt]
+        ends.setdefault((slot, attempt), begin + count)  # the others all continue the attempt's first span
+        offset = log.append("trajectories", number // 60, span).offset
+        column = [run.version for run in versions for _ in range(run.count)]
+        for i in range(count):
+            expected.append({
+                "group": "g", "slot": slot, "attempt": attempt, "incarnation": f"w{slot}", "sequence": sequence,
+                "position": begin + i, "source": span.source, "turn": number % 4, "token": int(ids[i]),
+                "logprob": float(logprobs[i]) if model else None, "version": column[i] if model else None,
+                "trainable": model and (mask is None or bool(mask[i])),
+                "entropy": float(entropies[i]) if known and i % 2 else None, "engine": engine,
+                "partition": number // 60, "offset": offset,
+            })  # fmt: skip
+    for rows in (1, 50, 10_000):
+        assert [row for batch in tokens(log, rows) for row in batch.to_pylist()] == expected
+
+
 def test_episodes_have_the_fates_that_the_ledger_counts(log: MemoryLog) -> None:
     rows = table(log, "episodes").to_pylist()
     fates = Counter((row["closure"], row["disposition"]) for row in
