@@ -264,6 +264,21 @@ def _decided(run: Run, batch: int) -> tuple[dict[str, Any], list[Manifest]]:
     return account, manifests
 
 
+def test_a_token_is_traced_to_its_event_and_its_episode_to_the_batch(run: Run) -> None:
+    group = next(group for group in run.groups() if group.disposition == "batched")
+    slot = next(fate for fate in group.slots if fate.counted)
+    count = slot.model_tokens + slot.context_tokens
+    origins = [run.trace_token(group.id, slot.slot, index) for index in (0, count - 1)]
+    assert origins[0].source == "prompt" and origins[1].version == slot.versions[-1].version
+    for origin in origins:
+        assert origin.event is not None
+        place = int(origin.event.partition("@")[2])
+        record, event = next((r, e) for r, e in run.events(TRAJECTORIES, group=group.id) if r.offset == place)
+        assert isinstance(event, Span) and event.token_ids()[origin.index_in_event] == origin.token
+        assert record.partition == group.partition
+    assert [use.batch for use in run.trace_episode(group.id, slot.slot).uses] == [group.batch]
+
+
 def test_export_writes_every_table_of_a_run_and_tables_come_with_one_call(run: Run, tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "headrace", "export", NAME, str(tmp_path / "out"), "--json", "--bootstrap",
             str(run.kafka["bootstrap.servers"])]  # fmt: skip
