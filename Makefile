@@ -71,6 +71,7 @@ lint: $(STAMP)
 	@for f in headrace/*.py headrace/py.typed; do ln -sfn ../../$$f .types/headrace/$${f#headrace/}; done
 	@for f in .types/headrace/*; do test -e "$$f" || rm "$$f"; done
 	@$(BIN)/ruff check .
+	@$(BIN)/python -m tests.docstrings
 	@$(BIN)/mypy
 
 docs: $(STAMP)

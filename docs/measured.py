@@ -1,10 +1,10 @@
 """Figures in pages: taken from benchmarks/results/ by `python -m docs.reference`, so that a page can't say what a newer
 result no longer says.
 
-A page names what it shows in a comment: the benchmark, then the rows, each a line `measure`, or `measure | subject | ...`
-for some of its subjects. All goals of that benchmark follow, missed ones too: which figures are good isn't for the page
-to choose. Between the comment and `<!-- end -->` nothing is written by hand. `<!-- measured: all -->` is the table of all
-benchmarks with the goals that they miss.
+A page names what it shows in a comment: the benchmark, then the rows, each a line `measure`, or `measure | subject |
+...` for some of its subjects. All goals of that benchmark follow, missed ones too: a page can't leave one out. Up to
+`<!-- end -->` nothing is written by hand. `<!-- measured: all -->` is the table of all benchmarks with the goals that
+they miss.
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ STALE_BEAT_MS = 10_000
 
 @dataclass(slots=True)
 class Progress:
+    """What a run's lines on the screen are made of, folded from its records as they come."""
+
     version: int = -1
     published: int = -1
     manifest: int = 0

@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[1]
 # In the order in which they are run: later pages read the run that the first one makes.
 PAGES = tuple(ROOT / name for name in (
     "docs/index.md", "docs/first-run.md", "docs/concepts.md", "docs/bring-your-own.md", "docs/choosing.md",
-    "docs/publication.md", "docs/analytics.md", "docs/moving.md", "docs/otherwise.md", "docs/operating.md", "docs/map.md",
-    "CONTRIBUTING.md", "README.md",
+    "docs/publication.md", "docs/analytics.md", "docs/moving.md", "docs/otherwise.md", "docs/operating.md",
+    "docs/map.md", "CONTRIBUTING.md", "README.md",
 ))  # fmt: skip
 _FENCE = re.compile(r"^```(\w*) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DIRECTIVE = re.compile(r"run( exit=\d+)?|file=[\w.-]+|output|settings|diagram|skip: .{10,}")

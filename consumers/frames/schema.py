@@ -14,6 +14,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Column:
+    """One column of a table, as docs/tables.md and the Parquet file's metadata say it. `dtype` is Arrow's name."""
+
     name: str
     dtype: str
     meaning: str

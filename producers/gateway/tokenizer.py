@@ -42,6 +42,7 @@ class Tokenizer:
         return self._knows_tools
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any], options: Mapping[str, Any]) -> str:
+        """The prompt as text, by the chat template. Raises ValueError for messages that the template refuses."""
         from jinja2 import TemplateError
 
         if not self._knows_tools:

@@ -90,6 +90,7 @@ def consumer(config: KafkaConfig, isolation: Isolation = "read_committed") -> Co
 
 
 def admin(config: KafkaConfig) -> AdminClient:
+    """A client for topics and groups. Raises SettingsError for properties that librdkafka refuses."""
     return _make(AdminClient, {**_EVERY_CLIENT, **config})
 
 
