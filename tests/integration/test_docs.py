@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pytest
 
 from headrace.cli import main
@@ -43,7 +44,9 @@ class Reader:
             with _printed() as said:
                 exec(compile(block.text, str(block), "exec"), self._names)
             return 0, said.getvalue()
-        assert block.language == "sh", f"{block}: only sh and python run"
+        if block.language == "sql":
+            return 0, str(duckdb.sql(block.text))
+        assert block.language == "sh", f"{block}: only sh, sql and python run"
         parts = []
         for line in block.text.splitlines():
             code, said_line = _command(line)
