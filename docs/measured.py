@@ -54,12 +54,11 @@ def _shown(name: str, wanted: str) -> str:
 
 def _named(name: str, rows: Sequence[Row], line: str) -> list[Row]:
     measure, *subjects = (part.strip() for part in line.split(" | "))
-    found = [row for row in rows if row.measure == measure and (not subjects or row.subject in subjects)]
-    missing = set(subjects) - {row.subject for row in found} if found else {measure}
-    if missing:
+    found = [row for row in rows if row.measure == measure]
+    if missing := set(subjects) - {row.subject for row in found} if found else {measure}:
         raise NoSuchFigure(f"benchmarks/results/{name}.json has no row {', '.join(sorted(missing))!r} (asked for by "
                            f"{line!r}): name one that is there, or measure again")  # fmt: skip
-    return found
+    return [row for row in found if not subjects or row.subject in subjects]
 
 
 def _markdown(cells: Sequence[Sequence[str]]) -> Iterator[str]:
