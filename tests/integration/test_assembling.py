@@ -188,6 +188,7 @@ def test_assemblers_with_a_share_each_do_all_of_it_together(kafka: Kafka, run_na
     assert unsound(kafka, topics) == []
 
 
+@pytest.mark.slow
 def test_overlapping_assembler_ends_as_fenced_and_commits_what_is_its_own(kafka: Kafka, run_name: str) -> None:
     topics, run = RunTopics(run_name), settings(commit_ms=5000)
     create_run(kafka, topics, run)

@@ -105,6 +105,7 @@ def test_a_broker_survives_a_stop_and_a_kill_with_its_data_and_its_address(tmp_p
     third.stop()
 
 
+@pytest.mark.slow
 def test_a_broker_moves_to_other_ports_when_its_own_are_taken(tmp_path: Path) -> None:
     broker = start_broker(tmp_path, owner=True)
     (node,) = broker.nodes
@@ -161,6 +162,7 @@ def test_a_state_file_of_version_0_1_still_names_its_broker(broker: Broker, tmp_
         (broker.home / "broker.json").write_text(now)
 
 
+@pytest.mark.slow
 def test_a_broker_that_cannot_start_says_its_own_last_words(tmp_path: Path) -> None:
     with pytest.raises(BrokerError, match="Invalid value many"):  # while its new home is formatted
         start_broker(tmp_path, owner=True, config={"num.io.threads": "many"})

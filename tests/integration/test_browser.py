@@ -71,6 +71,7 @@ def test_pages_of_every_size_and_kind_of_run_open_without_error_network_or_sidew
         assert size >= 12  # px: readable on a phone without zooming
 
 
+@pytest.mark.slow
 def test_paper_gets_every_section_and_no_navigation(browser: Any, found: dict[str, Report], tmp_path: Path) -> None:
     page = shown(browser, tmp_path, found["100"])
     page.emulate_media(media="print")

@@ -127,6 +127,7 @@ def test_unmanaged_producer_is_held_back_while_the_assembler_stands_still(kafka:
     assert reasons == {"finished", "never_started"}
 
 
+@pytest.mark.slow
 def test_request_that_outlives_its_caller_is_asked_once_and_its_group_is_handed_back(
     kafka: Kafka, run_name: str
 ) -> None:
@@ -211,6 +212,7 @@ def child(kafka: Kafka, run: str, kind: str) -> subprocess.Popen[str]:
                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_producer_that_stood_still_past_its_lease_is_told_and_writes_nothing_more(
     kafka: Kafka, run_name: str
 ) -> None:
@@ -238,6 +240,7 @@ def test_producer_that_stood_still_past_its_lease_is_told_and_writes_nothing_mor
     assert ledger.closes, ledger.failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "reason"), [("managed", "worker_lost"), ("unmanaged", "deadline")])
 def test_producer_killed_in_mid_episode_leaves_a_group_that_closes_once(
     kafka: Kafka, run_name: str, kind: str, reason: str
@@ -333,6 +336,7 @@ class Talkative(FakeEngine):
         return "a" * 2_000_000 if len(ids) == 7 else super().decode(ids)
 
 
+@pytest.mark.slow
 def test_worker_ends_attempts_whose_events_are_refused_and_runs_the_others(
     kafka: Kafka, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

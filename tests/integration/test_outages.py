@@ -143,6 +143,7 @@ def test_broker_away_for_a_minute_is_backpressure_in_bounded_memory_and_nothing_
     broker.stop()
 
 
+@pytest.mark.slow
 def test_closing_while_the_broker_is_away_says_what_is_unsent_by_episode(tmp_path: Path, run_name: str) -> None:
     broker = start_broker(tmp_path, owner=True)
     try:
@@ -183,6 +184,7 @@ with producer.group(Task("mine", "jsonl", "{}", 0), 1) as group:
 """
 
 
+@pytest.mark.slow
 def test_process_that_exits_without_closing_names_the_groups_whose_events_are_unsent(
     tmp_path: Path, run_name: str
 ) -> None:

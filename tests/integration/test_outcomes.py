@@ -169,6 +169,7 @@ def served(pool: Pool) -> None:
     assert ending == REASONS["stop"].ending(success=True), attempt.error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", HOSTILE, ids=lambda row: row.name)
 def test_failure_of_the_model_s_making_counts_as_its_failure(endings: Endings, row: Hostile) -> None:
     ending = endings(row)

@@ -112,6 +112,7 @@ def test_managed_producer_is_given_a_group_and_what_it_writes_is_trained_like_a_
     assert ledger.closes, ledger.failures
 
 
+@pytest.mark.slow
 def test_outage_is_backpressure_and_afterwards_nothing_is_lost_or_doubled(
     tmp_path_factory: pytest.TempPathFactory, run_name: str
 ) -> None:

@@ -78,6 +78,7 @@ def test_the_batches_are_those_that_a_reference_fold_makes_of_the_log(scripted: 
     assert check_batches(log) == []
 
 
+@pytest.mark.slow
 def test_every_tampering_with_a_copy_of_a_real_run_is_named(scripted: ScriptedRun) -> None:
     assert check_every_tampering(MemoryLog.copy_of(open_run(NAME, scripted.kafka).snapshot())) > 300
 
@@ -140,6 +141,7 @@ def test_cat_prints_decoded_events_and_garbage_as_json_lines(scripted: ScriptedR
     assert headrace("cat", NAME, "policy", "--from", "2100-01-01")[1] == ""
 
 
+@pytest.mark.slow
 def test_status_says_where_the_run_stands_and_what_holds_it_up(scripted: ScriptedRun, headrace: Command) -> None:
     found = headrace.json("status", NAME)
     assert (found["version"], found["published"], found["dead_letters"]) == (VERSIONS, VERSIONS, 1)

@@ -72,6 +72,7 @@ def test_deleted_run_is_gone_with_blobs_and_state_and_no_other_is_touched(
     assert there(kafka, run_name) == set(ALL_TOPICS)
 
 
+@pytest.mark.slow
 def test_run_at_work_is_refused_and_keeps_everything(kafka: Kafka, run_name: str, tmp_path: Path) -> None:
     made(kafka, run_name, tmp_path)
     topics = RunTopics(run_name)

@@ -224,6 +224,7 @@ def test_replay_gives_the_same_bits_and_names_the_first_version_that_does_not(
     assert end_offsets(run.kafka, run.topics.name(POLICY)) == before, "a replay writes nothing"
 
 
+@pytest.mark.slow
 def test_counterfactual_is_a_run_of_its_own_beside_the_one_that_was(
     trained: tuple[SyntheticRun, str], headrace: Command
 ) -> None:
@@ -292,6 +293,7 @@ def last_sample(run: SyntheticRun, partition: int, batch: int) -> int:
 # ------------------------------------------------------------------------------------------------ fork and rescore
 
 
+@pytest.mark.slow
 def test_fork_begins_with_a_versions_weights_and_optimizer_and_counts_from_0(
     trained: tuple[SyntheticRun, str], kafka: Kafka, headrace: Command, tmp_path: Path
 ) -> None:

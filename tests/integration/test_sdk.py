@@ -197,6 +197,7 @@ for number, _ in enumerate(run.events(follow=True)):
 """
 
 
+@pytest.mark.slow
 def test_consumers_that_crash_stall_or_join_late_change_nothing_in_the_run(
     kafka: Mapping[str, Any], run_name: str
 ) -> None:

@@ -65,6 +65,7 @@ def test_prime_rl_rollouts_keep_tokens_logprobs_versions_times_and_failures(
     assert {section.key for section in sections(report)} >= {"reliability", "spent"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("framework", "groups", "rewards"), [
     ("verl", 4, [0.0] * 8 + [1.0] * 4), ("trl", 2, None),
 ])  # fmt: skip

@@ -273,6 +273,7 @@ def test_broken_events_are_counted_and_named_and_the_partition_goes_on(kafka: Ka
     assert audited(kafka, topics) == []
 
 
+@pytest.mark.slow
 def test_deadline_closes_a_group_also_after_a_stop_and_a_resume(kafka: Kafka, run_name: str) -> None:
     topics, run = RunTopics(run_name), settings(deadline_s=4)
     create_run(kafka, topics, run)

@@ -76,6 +76,7 @@ def killed_on_the_way(run: ScriptedRun, option: str, folder: Path) -> None:
         assert not psutil.wait_procs(helpers, timeout=60)[1]  # W&B's own, which writes what it had
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "points"), [("--tensorboard", tensorboard_points), ("--wandb", wandb_points)])
 def test_tracker_attached_afterwards_shows_the_curves_of_one_that_was_killed_and_came_again(
     scripted: ScriptedRun, headrace: Command, tmp_path: Path, option: str, points: Any

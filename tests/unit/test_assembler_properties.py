@@ -338,6 +338,7 @@ def test_any_number_of_deaths_changes_nothing(records: list[Record], deaths: lis
     assert assembled(records, log).said() == calm.said() and log.letters == calm.letters
 
 
+@pytest.mark.slow
 def test_the_drawn_stories_reach_every_kind_of_effect_and_no_restart_changes_one() -> None:
     """Over a fixed set of seeds; the same alphabet as the stories above."""
     seen: Counter[str] = Counter()

@@ -68,6 +68,7 @@ def test_every_module_says_what_it_is_and_needs_no_other_environment_to_be_impor
     assert (importlib.import_module(module).__doc__ or "").strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_benchmark_answers_help(name: str) -> None:
     done = subprocess.run([sys.executable, "-m", f"benchmarks.{name}", "--help"], capture_output=True, text=True,
