@@ -87,7 +87,9 @@ def _benchmarks() -> list[str]:
 
 
 def _command(name: str) -> str:
-    return "make chaos FAULTS=200" if name.startswith("chaos") else f"python -m benchmarks.{name}"
+    if name.startswith("chaos"):
+        return "make chaos FAULTS=200"
+    return "python -m benchmarks.collect --real" if name == "collect_real" else f"python -m benchmarks.{name}"
 
 
 def _facts(name: str) -> dict[str, Any] | None:
