@@ -23,8 +23,8 @@ from tests.documents import PAGES, Block, blocks
 LIMIT_S = 600.0  # of one command, on a busy machine; alone, all of them together take half a minute
 _CHECKER = doctest.OutputChecker()
 _LOOSE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-# These supervise processes and take signals: they get a process of their own.
-SUPERVISE = {"run", "start"}
+# These supervise processes and take signals, or set PyTorch's threads: they get a process of their own.
+APART = {"run", "start", "replay"}
 
 
 class Reader:
@@ -67,7 +67,7 @@ def _command(line: str) -> tuple[int, str]:
     words = shlex.split(line, comments=True)
     if not words:
         return 0, ""
-    if words[0] == "headrace" and words[1] not in SUPERVISE:
+    if words[0] == "headrace" and words[1] not in APART:
         before, sys.argv = sys.argv, words
         try:
             with _printed() as said:
