@@ -25,7 +25,7 @@ help:
 $(STAMP): constraints.txt pyproject.toml schemas/delta/native.c
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with its venv module is needed: install it, or say make PYTHON=/path/to/python" >&2; exit 2; }
 	@command -v cc >/dev/null || { echo "a C compiler is needed (the delta codec's inner loops, and reasoning-gym's pycosat): install gcc" >&2; exit 2; }
-	@echo "making $(VENV) with $$($(PYTHON) --version); the first time takes a minute or two"
+	@echo "making $(VENV) with $$($(PYTHON) --version): 5 GB of packages, which takes minutes the first time"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
@@ -71,6 +71,7 @@ lint: $(STAMP)
 	@for f in headrace/*.py headrace/py.typed; do ln -sfn ../../$$f .types/headrace/$${f#headrace/}; done
 	@for f in .types/headrace/*; do test -e "$$f" || rm "$$f"; done
 	@$(BIN)/ruff check .
+	@$(BIN)/python -m tests.docstrings
 	@$(BIN)/mypy
 
 docs: $(STAMP)

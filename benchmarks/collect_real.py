@@ -35,7 +35,7 @@ from .collect_arms import ALL, BARRIER
 from .collect_load import Load, source_of
 from .collect_parameters import MAX_LAG, SANDBOXES_PER_SLOT, Cell
 from .collect_streams import settings
-from .collect_virtual import Collector, Engine, Episode, InTurn, Key, Outcome, Routed, Scheduled, simulate
+from .collect_virtual import Collector, Engine, Episode, InTurn, Key, Routed, Scheduled, simulate
 from .harness import CannotMeasure, Result
 from .streams_load import DAY_S, SIBLINGS, Rollouts, Trainer, create, role
 
@@ -135,7 +135,7 @@ class _Driver:
 
     def __init__(self, load: Load, sizes: Sizes, router: Routed | InTurn, slots: Scheduled | LaunchOrder) -> None:
         self._load, self._sizes, self._router, self._queue = load, sizes, router, slots
-        self._engine = Engine(CELL, Outcome())
+        self._engine = Engine(CELL)
         self._lock = threading.Lock()  # of router and engine
         self._said: queue.SimpleQueue[tuple[str, Episode, Exception | None]] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []

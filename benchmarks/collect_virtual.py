@@ -99,9 +99,9 @@ class Episode:
 class Engine:
     """The replicas: how long a call takes, by load and by what the prefix cache holds."""
 
-    def __init__(self, cell: Cell, outcome: Outcome) -> None:
+    def __init__(self, cell: Cell) -> None:
         self._slope = (cell.slowdown - 1) / FULL_LOAD
-        self._room, self._outcome = cell.cache_tokens, outcome
+        self._room = cell.cache_tokens
         self.running = [0] * REPLICAS  # calls
         self._caches: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(REPLICAS)]
         self._held = [0] * REPLICAS
@@ -202,7 +202,7 @@ class _Run:
             self._collector = kind(GROUPS, GROUP_SIZE)
         self._queue = Scheduled(slots) if arm.schedule else LaunchOrder(slots)
         self._router = Routed(cell) if arm.routing else InTurn()
-        self._engine = Engine(cell, self.outcome)
+        self._engine = Engine(cell)
         self._heap: list[tuple[float, int, Callable[[Episode], None], Episode]] = []
         self._calls: list[tuple[float, int, int, int, int]] = []  # end, number, replica, ticket, tokens
         self._now, self._count = 0.0, 0

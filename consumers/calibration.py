@@ -71,6 +71,8 @@ def calibration(facts: Iterable[Fact[Any]], floor: float) -> Calibration:
 
 
 def calibrated(versions: Iterable[Version], floor: float) -> Calibration:
+    """Forecast against realised drift, by lag. What versions of lag 0 realise (weighed by tokens) is taken off as the
+    floor of `realised`, `floor` (nats squared) off the forecasts."""
     told = [(version.parent, one) for version in versions for one in version.realised]
     equal = [(one.tokens, one.second_moment) for target, one in told if one.version == target]
     shown = sum(n * moment for n, moment in equal) / sum(n for n, _ in equal) if equal else None
@@ -80,6 +82,8 @@ def calibrated(versions: Iterable[Version], floor: float) -> Calibration:
 
 
 def of_cells(cells: Sequence[Cell], floor: float | None) -> Calibration:
+    """The calibration that these cells give; both drifts are over their floors. `floor` (nats squared) is what lag 0
+    showed, None where nothing was trained at lag 0."""
     lags = []
     for lag in sorted({one.lag for one in cells}):
         own = [one for one in cells if one.lag == lag]

@@ -59,6 +59,8 @@ class RewardWindow:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
+    """What `headrace status` and the report say of a whole run. None: the log can't support it."""
+
     version: int  # the newest committed one; -1: none
     published: int
     batches: int
@@ -204,7 +206,7 @@ def _rewards(seen: _Seen) -> tuple[RewardWindow, ...]:
 
 
 def quantiles(values: Sequence[float] | np.ndarray[Any, Any]) -> Quantiles | None:
-    """None of nothing."""
+    """Of values [n]; None of nothing."""
     array = np.asarray(values, np.float64)
     if not array.size:
         return None

@@ -40,6 +40,8 @@ CREATE TABLE uses (name TEXT, slot INT, uses INT, PRIMARY KEY (name, slot)) WITH
 
 @dataclass(frozen=True, slots=True)
 class ClosedSlot:
+    """What a join needs of a slot of a closed group."""
+
     slot: int
     model_tokens: int
     counted: bool

@@ -25,6 +25,8 @@ WINDOW = 64  # records that are held at once; each may fill a megabyte
 
 @dataclass(frozen=True, slots=True)
 class NewestLetter:
+    """The newest dead letter that can be read."""
+
     at: str  # address of the letter
     origin: str  # and of the record that it is about
     time_ms: int

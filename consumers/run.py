@@ -55,6 +55,7 @@ class Run:
 
     @property
     def name(self) -> str:
+        """The run id."""
         return self.topics.run
 
     def snapshot(self) -> Snapshot:
@@ -200,6 +201,7 @@ class Decoder:
         self._keys = {topics.name(topic): self._wanted.key(topic) for topic in ALL_TOPICS}
 
     def __call__(self, records: list[Record]) -> list[Read]:
+        """The wanted ones with their events, in order; undecodable ones with the error, where everything is wanted."""
         out: list[Read] = []
         for record in records:
             key = self._keys[record.topic]

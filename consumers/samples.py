@@ -29,6 +29,7 @@ class SampleCheck:
         self._read = self._first  # all below has been read, or was found missing
 
     def commit(self, closures: Iterable[Fact[GroupClosed]]) -> None:
+        """Check what `samples` holds for the closures of one commit: all there, unaltered, nobody else's."""
         owed: dict[int, tuple[Fact[GroupClosed], bytes]] = {}
         for closure in closures:
             refs = closure.event.samples

@@ -25,6 +25,8 @@ SILENT_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Worker:
+    """What a worker's newest heartbeat says. `alive`: it was heard within the lease's time-out."""
+
     worker: str
     incarnation: str
     version: int
@@ -36,6 +38,8 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class State:
+    """Where a run stands, from its records alone."""
+
     version: int  # newest committed; -1: none
     published: int
     batch: int  # newest manifest; 0: none

@@ -99,6 +99,7 @@ def _span(fate: SlotFate) -> str:
 
 
 def groups(facts: Facts) -> list[Row]:
+    """Every group of the run and its fate."""
     rows: dict[str, Row] = {}
     decided = fates(facts)
     for fact in facts:
@@ -131,6 +132,7 @@ def groups(facts: Facts) -> list[Row]:
 
 
 def batches(facts: Facts) -> list[Row]:
+    """Every manifest, with the version that it was committed as."""
     committed = {fact.event.batch: fact.event.version for fact in facts if isinstance(fact.event, Version)}
     return [
         {"id": event.batch, "target": event.target, "version": committed.get(event.batch), "groups": len(event.groups),
@@ -217,6 +219,7 @@ def replicas(facts: Facts) -> list[Row]:
 
 
 def tasks(facts: Facts) -> list[Row]:
+    """Every task that was leased or closed, with what its groups came to."""
     leased = {fact.event.group: fact.event.task for fact in facts if isinstance(fact.event, Lease)}
     closures: dict[str, list[GroupClosed]] = defaultdict(list)
     for fact in facts:

@@ -91,6 +91,7 @@ class Waits:
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Each part of the whole, in [0, 1]; empty where there is nothing."""
     total = sum(seconds.values())
     return {name: value / total for name, value in seconds.items()} if total > 0 else {}
 

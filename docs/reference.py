@@ -1,4 +1,5 @@
-"""Writes docs/reference/ from the code: `python -m docs.reference`. What the pages say is never edited by hand.
+"""Writes docs/reference/ from the code, and the figures of other pages from benchmarks/results/ (docs/measured.py):
+`python -m docs.reference`. What they say is never edited by hand.
 
 Each page is one function of what the code itself declares: settings models, the command line, the tree of errors, the
 classes and schemas of records, the dataclasses of figures. A test compares the files with it.
@@ -23,6 +24,7 @@ import typer.main
 from pydantic import BaseModel
 from typing_extensions import TypeIs
 
+from docs import measured
 from headrace import cli, consumers, roles
 from headrace.consumers import frames, lineage, selection
 from headrace.schemas import codec, errors, events
@@ -51,6 +53,9 @@ def main() -> None:
     for name, text in pages().items():
         (FOLDER / name).write_text(text)
         print(f"wrote {FOLDER / name}")
+    for path, text in measured.pages().items():
+        path.write_text(text)
+        print(f"wrote {path}")
 
 
 def _page(title: str, source: str, *parts: str) -> str:

@@ -77,12 +77,14 @@ def account_lines(run: Run) -> list[str]:
 
 
 def ledger_row(found: Ledger, at: str | None = None) -> dict[str, Any]:
+    """The account as one JSON object; `at`: the moment that was asked for."""
     bias = None if found.bias is None else {**jsonable(found.bias), "significant": found.bias.significant}
     row: dict[str, Any] = jsonable(found)
     return row | {"closes": found.closes, "at": at, "bias": bias}
 
 
 def ledger_lines(found: Ledger, at: str | None = None) -> Iterator[str]:
+    """The account as a person reads it: groups, tokens, lengths, findings, and whether it closes."""
     groups: list[Row] = [
         {"groups": count, "closure": closure, "disposition": disposition if disposition != closure else None}
         for (closure, disposition), count in sorted(found.groups.items(), key=lambda item: -item[1])

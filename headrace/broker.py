@@ -64,6 +64,7 @@ class Broker:
 
     @property
     def bootstrap(self) -> str:
+        """The address for clients: `bootstrap.servers`."""
         return ",".join(node.bootstrap for node in self.nodes)
 
     @property

@@ -53,6 +53,7 @@ Json = Annotated[bool, typer.Option("--json", help="for programs")]
 
 
 def say(line: str) -> None:
+    """Print a line at once, also into a pipe."""
     print(line, flush=True)
 
 
@@ -233,6 +234,7 @@ def version_command() -> None:
 
 
 def main() -> None:
+    """The command line. An error of ours is one sentence on standard error; exit 2 for wrong use, 1 for the rest."""
     logging.captureWarnings(True)
     try:
         app()

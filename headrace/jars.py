@@ -68,6 +68,8 @@ class BrokerError(HeadraceError):
 
 @dataclass(frozen=True, slots=True)
 class Java:
+    """A `java` that is new enough for Kafka, and its major version."""
+
     executable: Path
     version: int
 

@@ -211,7 +211,7 @@ def format_data(java: Sequence[str], home: Path, cluster_id: str) -> None:
 
 
 def cluster_id_of(home: Path) -> str | None:
-    """None where the home has not been formatted yet."""
+    """None where the home has not been formatted yet. Raises BrokerError where its file names none."""
     file = home / "data" / "meta.properties"
     if not file.exists():
         return None
@@ -248,6 +248,7 @@ def free_ports(count: int) -> list[tuple[int, int]]:
 
 
 def is_free(port: int) -> bool:
+    """Whether a server could listen on this port of 127.0.0.1 now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed connection's remains are no occupant
         try:
@@ -258,6 +259,7 @@ def is_free(port: int) -> bool:
 
 
 def last_lines(home: Path, start: int = 0) -> str:
+    """What a node's log says since byte `start`, for an error message: the lines that tell, of the last 64 KiB."""
     log = home / "broker.log"
     with open(log, "rb") as file:
         file.seek(max(start, log.stat().st_size - (64 << 10)))

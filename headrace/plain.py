@@ -133,6 +133,7 @@ def jsonable(value: Any, raw: bool = False) -> Any:
 
 
 def dumps(value: Any) -> str:
+    """One line of JSON, with what JSON has no form for made plain (`jsonable`)."""
     return json.dumps(jsonable(value), ensure_ascii=False)
 
 

@@ -31,6 +31,8 @@ STALE_BEAT_MS = 10_000
 
 @dataclass(slots=True)
 class Progress:
+    """What a run's lines on the screen are made of, folded from its records as they come."""
+
     version: int = -1
     published: int = -1
     manifest: int = 0
@@ -39,7 +41,6 @@ class Progress:
     opened: set[str] = field(default_factory=set)
     last_manifest_ms: int | None = None
     interval_s: float | None = None
-    last_version: Version | None = None
     lag: float | None = None
     beats: dict[str, tuple[int, Heartbeat]] = field(default_factory=dict)
     rate: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -61,7 +62,7 @@ class Progress:
             return False
         match event:
             case Version():
-                self.version, self.last_version = event.version, event
+                self.version = event.version
                 return True
             case Publication():
                 self.published = event.version

@@ -137,6 +137,7 @@ def show(
 
 
 def figure_lines(found: Figures) -> Iterator[str]:
+    """The figures as a person reads them; "-" for what the log can't support."""
     def spread(value: Quantiles | None) -> str:
         return f"p50 {value.p50:.2f} s, p95 {value.p95:.2f} s" if value else "-"
 
@@ -175,6 +176,7 @@ def waits_lines(found: Waits) -> Iterator[str]:
 
 
 def status_lines(run: str, found: State, letters: DeadLetters, waits: Waits) -> Iterator[str]:
+    """Where the run stands, and who waits for what."""
     yield f"run         {run}"
     yield f"version     {found.version} committed, {found.published} published; newest batch {found.batch}"
     closed = ", ".join(f"{name} {n}" for name, n in found.closed.items()) or "none"
@@ -191,6 +193,7 @@ def status_lines(run: str, found: State, letters: DeadLetters, waits: Waits) -> 
 
 
 def letters_text(letters: DeadLetters) -> str:
+    """The dead letters in one sentence."""
     if letters.newest is None:
         return "no letters"
     kinds = ", ".join(f"{n} {kind} of {topic}" for (kind, topic), n in letters.by_kind.most_common())
@@ -201,6 +204,7 @@ def letters_text(letters: DeadLetters) -> str:
 
 
 def letters_row(letters: DeadLetters) -> dict[str, Any]:
+    """The dead letters as one JSON object."""
     kinds = [{"kind": kind, "topic": topic, "count": n} for (kind, topic), n in letters.by_kind.most_common()]
     row: dict[str, Any] = jsonable(letters)
     return row | {"by_kind": kinds}
@@ -215,6 +219,7 @@ def _site(bootstrap: str | None, config: Path | None) -> tuple[dict[str, Any], s
 
 
 def opened_run(run: str, bootstrap: str | None, config: Path | None) -> Run:
+    """The run at the address that options, file or environment give. Raises BrokerUnreachable, RunNotFound."""
     return open_run(run, *_site(bootstrap, config))
 
 
@@ -276,6 +281,7 @@ def _records_of(run: Run, facts: list[Fact[Any]], kind: str, wanted: str) -> Ite
 
 
 def say(lines: Any) -> None:
+    """Print each line."""
     for line in lines:
         print(line)
 

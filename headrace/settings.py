@@ -104,6 +104,8 @@ _SITE_ONLY = create_model("SiteOnly", __config__=ConfigDict(extra="ignore"), sit
 
 @dataclass(frozen=True, slots=True)
 class Config:
+    """A configuration file that was read and validated."""
+
     run: str
     settings: RunSettings
     site: SiteSettings
@@ -204,6 +206,7 @@ def home() -> Path:
 
 
 def state_dir(site: SiteSettings, run: str) -> Path:
+    """Where this machine keeps a run's checkpoints and logs."""
     return (Path(site.state_dir) if site.state_dir else home() / "runs") / run
 
 

@@ -103,6 +103,8 @@ class _Pulse:
 
 @dataclass(slots=True)
 class Supervisor:
+    """The roles of one run on this machine: started, watched, started again, and drained."""
+
     kafka: Mapping[str, Any]
     topics: RunTopics
     site: SiteSettings

@@ -24,6 +24,7 @@ class ScoreVerifier:
     """`name`: module:function."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
+        """Raises SettingsError for a name that isn't module:function."""
         if not all(name.partition(":")):
             raise SettingsError(f"verifier {name!r}: give it as module:function, called as score(item, text)")
         self._name, self._timeout_s = name, timeout_s

@@ -38,7 +38,10 @@ E = TypeVar("E", bound=EpisodeEvent)
 
 
 class Send(Protocol):
-    def __call__(self, key: str, event: Event) -> None: ...
+    """How an episode's events leave it."""
+
+    def __call__(self, key: str, event: Event) -> None:
+        """Take the event for writing, under its key. Raises Backpressure where that can't be now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class EpisodeWriter:
 
     @property
     def ended(self) -> bool:
+        """Whether its end was written, by whomever."""
         return self._over is not None
 
     # ------------------------------------------------------------------------------------------------- in
@@ -174,6 +178,7 @@ class EpisodeWriter:
         self._leave()
 
     def next_turn(self) -> None:
+        """What follows is of another turn; what waits is sent. Raises Backpressure."""
         self._end_turn()
         self._leave()
 

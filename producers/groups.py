@@ -61,6 +61,7 @@ class Episode:
 
     @property
     def ended(self) -> bool:
+        """Whether its end was written, by whomever."""
         return self._writer.ended
 
     def start(self, *, temperature: float, max_new_tokens: int, seed: int, engine: Mapping[str, str] | None = None,
@@ -132,19 +133,23 @@ class Group:
 
     @property
     def id(self) -> str:
+        """The group's id, as in all of its records."""
         return self.lease.group
 
     @property
     def task(self) -> Task:
+        """What its members try."""
         return self.lease.task
 
     @property
     def slots(self) -> list[int]:
+        """The slots that this lease gives, each for one `episode`."""
         return [assignment.slot for assignment in self.lease.assignments]
 
     @contextmanager
     def episode(self, slot: int) -> Iterator[Episode]:
-        """The slot's attempt; it ends on the log whatever happens in the body."""
+        """The slot's attempt; it ends on the log whatever happens in the body. Raises AttemptOver where the slot was
+        opened before."""
         attempt = self._attempt(slot)
         if slot in self._begun:
             raise AttemptOver(f"{attempt} was opened before: a slot's attempt is written once")

@@ -15,6 +15,8 @@ from .scheduler import Budget, Pace, SlotKey
 
 
 class Phase(enum.Enum):
+    """What an attempt waits for."""
+
     PROMPT = enum.auto()  # the environment host is to say what the model is asked
     READY = enum.auto()  # the scheduler is to let it begin
     DECODING = enum.auto()
@@ -85,5 +87,6 @@ class Job:
 
 
 def budget_of(lease: Lease) -> Budget:
+    """What the lease allows an attempt: tokens, turns, seconds of model and tools."""
     spec = lease.spec
     return Budget(spec.max_tokens, spec.max_turns, spec.model_time_s, spec.tool_time_s)

@@ -6,6 +6,7 @@ import asyncio
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
+    """An event loop of uvloop's where it is installed, else asyncio's own."""
     try:
         import uvloop
     except ImportError:  # not on every platform

@@ -157,7 +157,8 @@ def _read_all(kafka: Mapping[str, Any], topics: RunTopics) -> Publications:
 
 
 def check_initial(publications: Publications, topics: RunTopics, found: bytes) -> Publication:
-    """Version 0's publication, which weights with the hash `found` must be."""
+    """Version 0's publication, which weights with the hash `found` must be. Raises WeightsRefused where there is none
+    yet, WrongBase where they aren't."""
     first = publications.initial()
     if first is None:
         raise WeightsRefused(f"run {topics.run!r} has no version 0 yet: start its trainer")

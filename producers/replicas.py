@@ -40,6 +40,8 @@ class _Stalled(ReplicaLost):
 
 
 class State(enum.StrEnum):
+    """Whether a replica gets requests."""
+
     SERVING = "serving"
     FENCED = "fenced"  # until a health check admits it
     DRAINING = "draining"  # finishes what it has
@@ -90,6 +92,7 @@ class Pool:
 
     def __init__(self, replicas: Sequence[Replica], router: Router | None = None, limits: Limits | None = None,
                  admit: Admit | None = None) -> None:  # fmt: skip
+        """Raises ValueError where two replicas have one name."""
         if len({one.name for one in replicas}) != len(replicas):
             raise ValueError(f"replicas of the same name: {', '.join(sorted(one.name for one in replicas))}")
         self._limits, self._admit = limits or Limits(), admit

@@ -103,4 +103,5 @@ class Requests:
 
 
 def hand_back(lease: Lease, slots: tuple[int, ...], reason: str = REASON_HANDED_BACK) -> HandBack:
+    """The record by which a worker gives leased slots back unused."""
     return HandBack(lease.worker, lease.incarnation, lease.group, lease.number, slots, reason)

@@ -166,6 +166,7 @@ class Router:
 
     def __init__(self, block_tokens: int = BLOCK_TOKENS, bound: float = BOUND,
                  half_life_s: float = HALF_LIFE_S) -> None:  # fmt: skip
+        """Raises ValueError for a bound below 1."""
         if bound < 1:
             raise ValueError(f"bound is {bound}: below 1 no replica could take its share")
         self._block_tokens, self._bound, self._half_life_s = block_tokens, bound, half_life_s

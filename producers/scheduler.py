@@ -32,6 +32,8 @@ GAIN = 0.5  # of the distance to the target that one observation moves the limit
 
 
 class SlotKey(NamedTuple):
+    """One attempt, wherever a worker counts attempts."""
+
     group: str
     slot: int
     attempt: int
@@ -75,6 +77,7 @@ class Scheduler:
     """`most` episodes run at once, whatever the engine says; `first` until it has said anything."""
 
     def __init__(self, most: int, first: int | None = None, overtaken: int = OVERTAKEN) -> None:
+        """Raises ValueError where `most` or `overtaken` is below 1."""
         if most < 1 or overtaken < 1:
             raise ValueError(f"most is {most} and overtaken {overtaken}: both must be at least 1")
         self._most, self.limit = most, min(most, first or most)

@@ -150,9 +150,9 @@ class Producer:
 
     def lease(self, task: Task | str | None, size: int | None, purpose: Purpose, version: int | None,
               wait_s: float, attempts: int = 1) -> Lease:  # fmt: skip
-        """The lease behind `group`, for whoever runs its slots by itself; it raises as `group` does. With more
-        `attempts`, a slot whose attempt was lost or failed by infrastructure waits for the next such request, which may
-        so be answered with fewer slots than it asks for: those of a group that is open."""
+        """The lease behind `group`, for whoever runs its slots by itself; it raises as `group` does: Backpressure,
+        NoProgress. With more `attempts`, a slot whose attempt was lost or failed by infrastructure waits for the next
+        such request, which may so be answered with fewer slots than it asks for: those of a group that is open."""
         assert self._requests is not None
         named = task.id if isinstance(task, Task) else task
         lease = self._requests.group((named, size, purpose, version, attempts), wait_s)
@@ -181,7 +181,8 @@ class Producer:
         return Episode(self.writer(attempt), self.worker)
 
     def writer(self, attempt: Attempt) -> EpisodeWriter:
-        """As `begin`, for whoever sees to it himself that one at a time writes, and that the attempt ends."""
+        """As `begin`, for whoever sees to it himself that one at a time writes, and that the attempt ends. Raises
+        ProducerClosed."""
         def send(key: str, event: Event) -> None:
             with self._lock:
                 self._serve()

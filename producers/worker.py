@@ -67,6 +67,8 @@ DRAIN_S = 30.0
 
 
 class Worker:
+    """One engine's episodes: leases in, requests to the engine, events out."""
+
     def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, engine: Engine,
                  receiver: Receiver, *, name: str, incarnation: str, capacity: int) -> None:  # fmt: skip
         self._topics, self._settings = topics, settings

@@ -30,7 +30,8 @@ class Chain:
         return {"number": self.number, "previous": self.previous}
 
     def extend(self, record: Event) -> bytes:
-        """Encode `record`, which carries `link()`, and move on. Returns its bytes."""
+        """Encode `record`, which carries `link()`, and move on. Returns its bytes. Raises ValueError for a record that
+        carries another link."""
         assert isinstance(record, Chained)
         if (record.number, record.previous) != (self.number, self.previous):
             raise ValueError(f"record number {record.number} does not continue a chain at {self.number}")
@@ -39,4 +40,5 @@ class Chain:
         return value
 
     def copy(self) -> Chain:
+        """The same place in the chain, to try something from."""
         return Chain(self.number, self.previous)

@@ -117,6 +117,7 @@ class Registry:
                     self.by_header[schema_header(old)] = (fastavro.parse_schema(old), kind)
 
     def encode(self, event: Any) -> bytes:
+        """A record's bytes: marker, fingerprint, body. Raises UnencodableRecord, which names the field."""
         cls = type(event)
         try:
             return self.by_class[cls].encode(event)
@@ -127,6 +128,7 @@ class Registry:
             raise UnencodableRecord(f"a {cls.__name__} can't be written: {said}") from error
 
     def decode(self, value: bytes | None) -> Any:
+        """The event that these bytes are. Raises UnknownSchema, UndecodableRecord."""
         if value is None or len(value) < HEADER or value[:2] != MARKER:
             raise UndecodableRecord("not a single-object Avro record")
         found = self.by_header.get(value[:HEADER])
@@ -145,6 +147,7 @@ class Registry:
         return event
 
     def learn(self, schema: str) -> bool:
+        """Read records of this schema from now on. Raises InvalidRecord where it is no schema of a record."""
         try:
             parsed = json.loads(schema)
             name, header = parsed["name"].rpartition(".")[2], schema_header(parsed)

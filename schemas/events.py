@@ -71,6 +71,7 @@ class GroupSpec:
 
     @property
     def slots(self) -> int:
+        """Siblings and reserves."""
         return self.group_size + self.reserves
 
 
@@ -146,6 +147,8 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class PartitionPosition:
+    """The next offset to be read of a partition."""
+
     partition: int
     offset: int
 
@@ -355,6 +358,8 @@ class SampleChunk:
 
 @dataclass(frozen=True, slots=True)
 class PayloadSpan:
+    """A span of an episode in a payload: the columns as they lie in its `Span`, without what names the attempt."""
+
     source: str
     turn: int
     parent: int
@@ -547,6 +552,8 @@ class SchemaAdded(Authored):
 
 @dataclass(frozen=True, slots=True)
 class SettingsChanged(Authored):
+    """Settings that a person changed in the living run; in force from the first manifest that names this record."""
+
     changes: str  # JSON object of dotted keys
     changed_ms: int
 
@@ -753,6 +760,8 @@ class PublicationClock:
 
 @dataclass(frozen=True, slots=True)
 class FleetTick:
+    """The coordinator's beat: `fleet` has a clock while no worker is heard."""
+
     writer: str
     number: int
 

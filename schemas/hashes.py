@@ -24,4 +24,5 @@ def hasher(data: bytes = b"") -> hashlib.blake2b:
 
 
 def crc(data: bytes) -> int:
+    """CRC-32 (zlib's): against damage, not against forgery."""
     return zlib.crc32(data)

@@ -22,6 +22,8 @@ from .errors import (
 
 
 class Outcome(StrEnum):
+    """What an attempt ended with, and whose doing that was."""
+
     MODEL_SUCCESS = "model_success"
     MODEL_FAILURE = "model_failure"
     INFRA_FAILURE = "infra_failure"
@@ -34,6 +36,8 @@ class Outcome(StrEnum):
 
 
 class Boundary(StrEnum):
+    """At which part a failure happened."""
+
     NONE = "none"
     MODEL = "model"
     ENGINE = "engine"
@@ -54,6 +58,8 @@ class Limit(StrEnum):
 
 
 class Closure(StrEnum):
+    """How a group closed; only a candidate can be trained."""
+
     CANDIDATE = "candidate"
     ZERO_VARIANCE = "zero_variance"
     TOO_FEW_SURVIVORS = "too_few_survivors"
@@ -84,12 +90,16 @@ class Account(StrEnum):
 
 
 class Source(StrEnum):
+    """Where a span's tokens are from."""
+
     PROMPT = "prompt"
     MODEL = "model"
     ENVIRONMENT = "environment"
 
 
 class Purpose(StrEnum):
+    """What a group is sampled for."""
+
     TRAIN = "train"
     EVAL = "eval"
 

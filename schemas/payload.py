@@ -41,6 +41,7 @@ class EpisodeColumns:
 
 
 def payload_span(span: Span) -> PayloadSpan:
+    """The span without what names its attempt; columns are shared, not copied."""
     return PayloadSpan(
         span.source, span.turn, span.parent, span.count, span.versions, span.tokens, span.logprobs, span.mask
     )

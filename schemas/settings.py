@@ -35,6 +35,8 @@ StoreUrl = Annotated[str, AfterValidator(_store_without_secrets)]
 
 
 class Section(BaseModel):
+    """A section of the settings: unknown keys, NaN and infinity are refused, and nothing changes after validation."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
@@ -49,6 +51,8 @@ class LoraSettings(Section):
 
 
 class ModelSettings(Section):
+    """The model, and in which precision it is served and computed."""
+
     path: str = Field(description="folder of a Hugging Face causal language model: version 0")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16", description="published dtype: served weights are the masters rounded to it"
@@ -78,6 +82,8 @@ class ModelSettings(Section):
 
 
 class TaskSettings(Section):
+    """Where tasks are from, how they are asked, and what judges the answers."""
+
     source: Literal["reasoning_gym", "jsonl"] = Field(
         "reasoning_gym", description="a reasoning-gym data set, or a file with one JSON task a line"
     )
@@ -103,6 +109,8 @@ class TaskSettings(Section):
 
 
 class RolloutSettings(Section):
+    """How a group is sampled, what an episode may cost, and when a group closes."""
+
     group_size: Positive = Field(8, description="siblings of one task that are compared")
     reserves: Annotated[int, Field(ge=0)] = Field(0, description="extra slots that replace infra-failed ones")
     temperature: PositiveFloat = Field(1.0, description="sampling temperature; the trainer applies it too")
@@ -131,6 +139,8 @@ class RolloutSettings(Section):
 
 
 class BatchSettings(Section):
+    """What makes a batch, and how far sampling may run ahead of training."""
+
     groups: Positive = Field(8, description="groups per batch")
     max_lag: Annotated[int, Field(ge=0)] = Field(1, description="versions that sampling may run ahead of training; 0, "
                                                                 "the simple mode, takes turns; 1 overlaps them; more "
@@ -145,10 +155,13 @@ class BatchSettings(Section):
 
     @property
     def give_up_after(self) -> int:
+        """Groups without a batch, `max_groups_per_batch` or its default."""
         return self.max_groups_per_batch or 50 * self.groups
 
 
 class StalenessSettings(Section):
+    """When a sampled token is too old to be trained: docs/staleness.md."""
+
     hard_lag: Annotated[int, Field(ge=0)] = Field(8, description="tokens of an older version get weight 0")
     drift_limit: PositiveFloat = Field(0.04, description="nats squared over the floor; beyond it a token gets weight 0")
     floor: Annotated[float, Field(ge=0)] = Field(0.0, description="drift between equal weights: engine against trainer")
@@ -273,6 +286,8 @@ class LossSettings(Section):
 
 
 class OptimizerSettings(Section):
+    """AdamW, and how many of its steps make a version."""
+
     learning_rate: PositiveFloat = Field(1e-5, description="peak")
     warmup: Annotated[int, Field(ge=0)] = Field(0, description="versions of linear warm-up")
     beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW: decay of the mean of gradients")
@@ -290,6 +305,8 @@ class OptimizerSettings(Section):
 
 
 class WeightSettings(Section):
+    """How versions travel to the engines, and what becomes of running requests."""
+
     snapshot_every: Positive = Field(50, description="versions from one full snapshot to the next, at most; one "
                                                      "comes earlier where the deltas since are as many "
                                                      "bytes")  # fmt: skip
@@ -318,6 +335,8 @@ class WeightSettings(Section):
 
 
 class CheckpointSettings(Section):
+    """A cache of the trainer's state: without one a resume trains all committed batches again."""
+
     every: Positive = Field(10, description="versions between checkpoints; those after one are trained again on resume")
     keep: Positive = Field(2, description="checkpoints kept")
     on_difference: Literal["stop", "rebase", "rollback"] = Field(
@@ -329,6 +348,8 @@ class CheckpointSettings(Section):
 
 
 class LogSettings(Section):
+    """The run's topics, how often roles commit, and what is kept."""
+
     partitions: Annotated[int, Field(ge=1, le=256)] = Field(4, description="of trajectories, samples, groups; fixed")
     replication: Positive = Field(1, description="copies of each partition; 3 where there are three brokers")
     commit_ms: Annotated[int, Field(ge=10, le=5000)] = Field(200, description="the assembler's transaction interval")

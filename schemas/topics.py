@@ -54,6 +54,7 @@ class RunTopics:
                 )
 
     def name(self, topic: str) -> str:
+        """`groups` -> `headrace.demo.groups`."""
         return f"{self.prefix}.{self.run}.{topic}"
 
     def short(self, name: str) -> str:
@@ -61,9 +62,11 @@ class RunTopics:
         return name.rsplit(".", 1)[1]
 
     def transactional_id(self, role: str, partition: int | None = None) -> str:
+        """Of a role, or of its share of one partition: whoever takes it fences the one before."""
         return self.name(role) if partition is None else f"{self.name(role)}.{partition}"
 
     def specs(self, partitions: int, replication: int) -> list[TopicSpec]:
+        """What to create: partitions, copies and configuration of each topic."""
         out = []
         for topic in ALL_TOPICS:
             config = {

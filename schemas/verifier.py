@@ -9,6 +9,8 @@ from .events import Task
 
 
 class Verifier(Protocol):
+    """Gives rewards anew to recorded answers (`headrace replay --verifier`)."""
+
     def rewards(self, answers: Sequence[tuple[Task, str]]) -> list[float | None]:
         """Of each task and the model's whole answer to it, in order; None where there is no verdict."""
         ...

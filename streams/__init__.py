@@ -1,0 +1,1 @@
+"""What became of each attempt and group, who runs what, and which candidates make a batch."""

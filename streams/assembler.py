@@ -75,6 +75,8 @@ _TRAINABLE = frozenset(outcome for outcome in Outcome if outcome.trainable)
 
 
 class RecordLike(Protocol):
+    """What the fold needs of a record: a reader's and a test's alike."""
+
     @property
     def offset(self) -> int: ...
     @property

@@ -134,7 +134,9 @@ class _Partition:
         if self.progress.read_from < begin:
             raise DataLossError(
                 f"{name}[{number}]@{self.progress.read_from}: what has still to be read begins "
-                f"here, but the topic begins at {begin}; nobody may delete above the low mark in {topics.name(GROUPS)}"
+                f"here, but the topic begins at {begin}: what lay between was deleted, and nobody may delete above the "
+                f"low mark in {topics.name(GROUPS)}. This run can't go on; a fork can, from its newest version "
+                f"(`headrace create CONFIG --from {topics.run}@VERSION`)"
             )
         self.fold = Fold(self.progress.clock)
         self.heard = time.monotonic()

@@ -47,6 +47,8 @@ class _Segment:
 
 
 class Batching:
+    """Candidates and the batches that were made of them, folded from `groups`, `policy` and `batches`."""
+
     def __init__(self) -> None:
         self.batch = 0  # the newest decided
         self.committed = -1

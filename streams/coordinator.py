@@ -54,6 +54,8 @@ from .tasks import TaskSource
 
 
 class Addressed(RecordLike, Protocol):
+    """A record that also says its partition."""
+
     @property
     def partition(self) -> int: ...
 

@@ -57,6 +57,8 @@ class _Slot:
 
 @dataclass(slots=True)
 class OpenGroup:
+    """A group between its opening lease and its closure."""
+
     opening: Lease
     slots: list[_Slot]
 
@@ -152,6 +154,7 @@ class Leasing:
     # ------------------------------------------------------------------------------------------------- facts
 
     def leased(self, lease: Lease) -> None:
+        """A lease of `tasks`, our own or a predecessor's. Raises InvalidRecord for a group or slot that isn't there."""
         if not lease.opens and lease.group not in self.groups:
             raise InvalidRecord(f"lease {lease.number} names group {lease.group}, which was never opened")
         if any(not 0 <= one.slot < lease.spec.slots for one in lease.assignments):
@@ -191,6 +194,7 @@ class Leasing:
         return exhausted
 
     def attempt_ended(self, event: AttemptEnded) -> None:
+        """An end that the assembler recorded. Raises InvalidRecord for a slot that the group doesn't have."""
         group = self.groups.get(event.group)
         if group is None:
             return

@@ -18,6 +18,8 @@ from .coordinator import Addressed, Coordinator
 
 
 class Keyed(Addressed, Protocol):
+    """A record that also says its key."""
+
     @property
     def key(self) -> bytes | None: ...
 

@@ -37,6 +37,8 @@ class _Success:
 
 @dataclass(slots=True)
 class Reusing:
+    """Successes that may be used again, and failed groups that they may help, folded from `groups` and `batches`."""
+
     _successes: dict[str, _Success] = field(default_factory=dict)  # by task
     _recent: dict[str, deque[tuple[int, int]]] = field(default_factory=dict)  # by task: (solved, judged) of closures
     _failed: list[tuple[GroupClosed, _Success]] = field(default_factory=list)  # since the newest manifest

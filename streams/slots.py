@@ -84,6 +84,8 @@ class Attempt:
 
 @dataclass(slots=True)
 class Slot:
+    """One member of a group: its attempts, and what decided."""
+
     number: int
     attempts: dict[int, Attempt] = field(default_factory=dict)
     current: Attempt | None = None  # the newest; once ended, the one that decided
@@ -101,6 +103,8 @@ class Slot:
 
 @dataclass(slots=True)
 class Group:
+    """An open group of the fold."""
+
     id: str
     opened: int  # offset
     opened_ms: int
@@ -116,6 +120,7 @@ class Group:
 
 
 def fate(slot: Slot, counted: bool) -> SlotFate:
+    """What a closure says of the slot; of one that nobody began, attempt -1."""
     attempt = slot.current or Attempt(-1, "")
     return SlotFate(slot.number, attempt.number, attempt.incarnation, slot.outcome, slot.reason, slot.boundary,
                     slot.reward, counted, attempt.model_tokens, attempt.context_tokens,
@@ -139,6 +144,7 @@ def accounts(group: Group, counted: set[int], closure: Closure) -> dict[str, int
 
 
 def episodes(survivors: Iterable[Slot]) -> Iterator[PayloadEpisode]:
+    """The payload's episodes of slots that ended, their columns still to be filled in."""
     for slot in survivors:
         attempt = slot.current
         assert attempt is not None

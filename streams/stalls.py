@@ -24,6 +24,8 @@ _NO_WORK_OF_A_WORKER = frozenset({REASON_DEADLINE, REASON_WORKER_LOST, REASON_SU
 
 
 class Part(StrEnum):
+    """A part of the run that can hold it up."""
+
     TRAINER = "trainer"
     WORKERS = "workers"
     ASSEMBLER = "assembler"
@@ -59,6 +61,8 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
+    """A part from which nothing came for `still_ms` although it has work; at `bound_ms` the run ends."""
+
     part: Part
     why: str
     still_ms: int

@@ -15,6 +15,8 @@ from headrace.schemas.settings import TaskSettings
 
 
 class TaskSource(Protocol):
+    """Tasks by number and by name; the same ones after every restart."""
+
     def at(self, cursor: int) -> Task | None:
         """The task at `cursor` (from 0); None: the source has ended before it."""
         ...
@@ -52,6 +54,7 @@ class JsonLinesSource:
     """One JSON object a line, with at least `prompt`; taken in order, again and again up to `size` tasks."""
 
     def __init__(self, settings: TaskSettings) -> None:
+        """Raises TasksExhausted where the file can't be read or holds no task, or a line that is no task."""
         assert settings.path is not None
         self._settings, path = settings, Path(settings.path)
         self._name = path.stem

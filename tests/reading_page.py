@@ -27,7 +27,7 @@ read-committed and join no consumer group. Made by `python -m tests.reading_page
 
 ## Where does it stand, and what holds it up?
 
-```
+```text skip: what is made of the run of make demo, by tests/reading_page.py
 $ headrace status {run}
 {status}```
 
@@ -35,7 +35,7 @@ $ headrace status {run}
 
 ## Six questions, one page
 
-```
+```text skip: what is made of the run of make demo, by tests/reading_page.py
 $ headrace report {run}
 {report}```
 
@@ -48,7 +48,7 @@ gives the same numbers.
 
 ## Tables
 
-```
+```text skip: what is made of the run of make demo, by tests/reading_page.py
 $ headrace export {run} out
 {export}```
 
@@ -56,10 +56,10 @@ What their columns mean: [tables.md](tables.md).
 
 ## Five lines
 
-```python
+```python skip: of the run of make demo; docs/analytics.md runs more like it
 {script}```
 
-```
+```text skip: what it printed
 {said}...
 ```
 """

@@ -66,7 +66,8 @@ def centered(rewards: torch.Tensor, epsilon: float = EPSILON) -> torch.Tensor:
 
 
 def rloo(rewards: torch.Tensor, epsilon: float = EPSILON) -> torch.Tensor:
-    """r - mean of the others = n / (n - 1) * (r - mean): unbiased, since the baseline doesn't hold the reward itself.
+    """r - mean of the others = n / (n - 1) * (r - mean): unbiased, since the baseline doesn't hold the reward itself;
+    float64 [n] -> float64 [n].
 
     Source: RLOO (arXiv:2402.14740); "Buy 4 REINFORCE samples" (Kool et al. 2019).
     """
@@ -75,7 +76,7 @@ def rloo(rewards: torch.Tensor, epsilon: float = EPSILON) -> torch.Tensor:
 
 def rloo_scaled(rewards: torch.Tensor, epsilon: float = EPSILON) -> torch.Tensor:
     """r - mean of the others, divided by their deviation + epsilon unless that is 0. So the one that alone differs
-    isn't divided and its siblings are: NeMo-RL's GRPO default.
+    isn't divided and its siblings are: NeMo-RL's GRPO default. float64 [n] -> float64 [n].
     """
     mean, deviation = leave_one_out(rewards, torch.ones_like(rewards, dtype=torch.bool))
     return torch.where(deviation > 0, (rewards - mean) / (deviation + epsilon), rewards - mean)
@@ -89,7 +90,8 @@ LONE = ("batch_mean", "none")
 
 
 def advantages(rule: str, rewards: torch.Tensor, epsilon: float = EPSILON) -> torch.Tensor:
-    """Advantages of one group's counted episodes by the named rule; rewards float64 [n], finite."""
+    """Advantages of one group's counted episodes by the named rule; rewards float64 [n], finite. Raises SettingsError
+    for a rule that isn't there."""
     if rule not in RULES:
         raise SettingsError(f"advantage = {rule!r}: expected one of {', '.join(RULES)}")
     return RULES[rule](rewards, epsilon)
@@ -99,7 +101,8 @@ def lone(rule: str, rewards: torch.Tensor, baseline: str, epsilon: float = EPSIL
     """Advantages of groups of one episode, over a batch of them: rewards float64 [b] -> float64 [b].
 
     batch_mean: r - mean over the batch (REINFORCE with a baseline, Williams 1992). none: r itself. A rule that divides
-    by the group's deviation takes 1 for it (so the division is by 1 + epsilon), as verl does.
+    by the group's deviation takes 1 for it (so the division is by 1 + epsilon), as verl does. Raises
+    SettingsError for a rule that isn't there.
     """
     if baseline not in LONE:
         raise SettingsError(f"lone = {baseline!r}: expected one of {', '.join(LONE)}")

@@ -61,6 +61,7 @@ class Episode:
 
     @property
     def strands(self) -> tuple[Episode | Strand, ...]:
+        """Itself, and the branches that leave it."""
         return (self, *self.branches)
 
     def column(self, name: str) -> NDArray[Any]:
@@ -73,6 +74,8 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Group:
+    """A group's episodes as they are trained, those that don't count included."""
+
     group_id: str
     episodes: tuple[Episode, ...]
 

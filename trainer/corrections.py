@@ -3,7 +3,7 @@
 The ratio is pi / mu: pi the served weights of the target version (the forward at the start of the step, detached), mu
 the recorded behaviour log-probability. It covers staleness and engine mismatch alike. Weights are constants: they carry
 no gradient. A token that they mask leaves the numerator alone; the denominators stay (`losses.token_shares`) unless
-`reject_shrinks` is set. What combines with what is in `combinations`. Pure functions, float64.
+`reject_shrinks` is set. What combines with what is in `combinations`. Pure functions, float64 [k].
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def log_ratio(current: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
 
 def ratios(tokens: Tokens, log_ratios: torch.Tensor, level: str = "token") -> torch.Tensor:
     """pi / mu of each token, or of its whole episode: float64 [k] -> float64 [k]. Clamped at e^+-20 after the sum or
-    the mean, so that one wild token can't hide behind another.
+    the mean, so that one wild token can't hide behind another. Raises SettingsError for a level that isn't there.
 
     token: pi / mu of the token: biased beyond one token, low variance (as PPO's, arXiv:1707.06347).
     sequence: the product over the episode's used tokens: unbiased, variance grows with the length.

@@ -118,7 +118,8 @@ class OpenTrainer:
 
     def batches(self, stop: threading.Event | None = None) -> Iterator[TrainerBatch]:
         """Each batch as soon as its manifest is on the log, for ever or until `stop` is set. A batch must have been
-        published before the next one is asked for: they target its weights. Raises what a fetch raises."""
+        published before the next one is asked for: they target its weights. Raises WeightsRefused
+        where it wasn't, and what a fetch raises."""
         stop = stop or threading.Event()
         while True:
             if self._published < self.version or self._taken is not None:
@@ -198,6 +199,7 @@ class OpenTrainer:
         return made
 
     def close(self) -> None:
+        """Let go of the log; a publication that has begun is finished first."""
         self._inbox.close()
         self._publisher.close()
         self._transactor.close()

@@ -27,9 +27,9 @@ WINSOR = 1.0  # nats: a larger |log-ratio| counts as this, so that one wild toke
 
 
 def probe_of(groups: Sequence[Group], budget: int) -> tuple[list[Group], NDArray[np.int64]]:
-    """The probe, and the numbers of its episodes among the batch's counted ones, ascending. Of each group in turn the
-    first counted episode with model tokens, then the second, as long as about `budget` row tokens hold them; one at
-    least."""
+    """The probe, and the numbers (int64 [p]) of its episodes among the batch's counted ones, ascending. Of each group
+    in turn the first counted episode with model tokens, then the second, as long as about `budget` row tokens hold
+    them; one at least."""
     numbered: list[list[tuple[int, int]]] = []  # of each group: number in the batch, index in the group
     number = 0
     for group in groups:

@@ -89,7 +89,8 @@ def expect(record: Record, kind: type[Kind]) -> Kind:
 
 
 def payloads_of(reader: Reader, topics: RunTopics, refs: Sequence[GroupRef], who: str) -> list[GroupPayload]:
-    """In the order of the references; partition by partition, so that each is read in one sweep."""
+    """In the order of the references; partition by partition, so that each is read in one sweep. Raises InvalidRecord
+    where a closure isn't the one that was named."""
     found: dict[int, GroupPayload] = {}
     for partition in sorted({ref.partition for ref in refs}):
         own = [(i, ref) for i, ref in enumerate(refs) if ref.partition == partition]

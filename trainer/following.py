@@ -114,6 +114,7 @@ class _Columns:
 
 
 def train_word(groups: Sequence[Group], target: int, settings: StepSettings, reused: Sequence[Reused]) -> bytes:
+    """What rank 0 tells the others of a step: settings as JSON, columns as safetensors."""
     columns = _Columns({})
 
     def plain(one: Episode) -> dict[str, Any]:

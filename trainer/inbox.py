@@ -95,7 +95,7 @@ class Inbox:
         return self._settings[manifest.settings_offset]
 
     def recorded(self, version: Version) -> Batch:
-        """What a committed version was trained from."""
+        """What a committed version was trained from. Raises InvalidRecord where that manifest was altered."""
         record = self._reader.read_at(self._topics.name(BATCHES), 0, [version.batch_offset])[version.batch_offset]
         if digest(record.value or b"") != version.batch_digest:
             raise InvalidRecord(f"version {version.version} was trained from another manifest: this one was altered",

@@ -134,7 +134,8 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------ start
 
     def start(self) -> None:
-        """Come to the newest committed version, and publish it where that is still to be done."""
+        """Come to the newest committed version, and publish it where that is still to be done. Raises SettingsError in
+        a counterfactual."""
         for sentence in idle(self._settings):
             log.warning("%s", sentence)
         if self._derived is not None and self._derived.kind != FORK:

@@ -109,7 +109,8 @@ def cispo(logprobs: torch.Tensor, advantages: torch.Tensor, weights: torch.Tenso
 
 def token_losses(rules: Objective, tokens: Tokens, logprobs: torch.Tensor, advantages: torch.Tensor,
                  weights: torch.Tensor, proximal: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
-    """By the settings; float64 [k]. `proximal` of None: the policy that is differentiated."""
+    """By the settings; float64 [k]. `proximal` of None: the policy that is differentiated. Raises SettingsError for an
+    objective that isn't there."""
     if rules.tv_low is not None or rules.tv_high is not None:
         before = logprobs.detach().double() if proximal is None else proximal
         inside = rejection.tv_kept(logprobs, before, advantages, _or_infinite(rules.tv_low),
@@ -164,7 +165,7 @@ def _or_infinite(limit: float | None) -> float:
 def token_shares(rule: str, lengths: torch.Tensor, budget: int = 1) -> torch.Tensor:
     """What one token of each episode counts in the batch's loss; lengths int64 [e] (model tokens of the counted
     episodes, masked ones included: masking takes from the numerator alone) -> float64 [e]. Episodes without a token
-    count in no denominator.
+    count in no denominator. Raises SettingsError for another rule than these:
 
     token_mean: 1 / tokens of the batch, every token alike (DAPO, arXiv:2503.14476, section 3.3).
     sequence_mean: 1 / (episodes * tokens of the episode), every episode alike (GRPO, arXiv:2402.03300, equation 3).

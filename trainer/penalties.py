@@ -50,7 +50,7 @@ KINDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def penalty(kind: str, logprobs: torch.Tensor, reference: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
-    """By the settings, 0 where used bool [k] is False."""
+    """By the settings, 0 where used bool [k] is False. Raises SettingsError for a kind that isn't there."""
     if kind not in KINDS:
         raise SettingsError(f"kl = {kind!r}: expected one of {', '.join(KINDS)}")
     zero = torch.zeros(used.shape, dtype=torch.float64, device=used.device)

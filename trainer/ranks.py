@@ -22,7 +22,8 @@ FOREVER = timedelta(days=3650)
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process, and how many there are. With one, every method is a no-op."""
+    """This process, and how many there are. With one, every method is a no-op. Tensors are of any shape and dtype; all
+    processes name the same."""
 
     rank: int = 0
     size: int = 1

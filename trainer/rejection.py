@@ -64,8 +64,8 @@ class Rejection:
 
 
 def statistic(tokens: Tokens, log_ratios: torch.Tensor, by: str, over: str) -> torch.Tensor:
-    """The statistic at each token, that of its episode unless `over` is token; float64 [k]. `ratio` as its
-    logarithm."""
+    """The statistic at each token, that of its episode unless `over` is token; float64 [k]. `ratio` as its logarithm.
+    Raises SettingsError for a rule that isn't there."""
     if by not in STATISTICS or over not in OVER:
         raise SettingsError(f"reject by {by!r} over {over!r}: expected one of {', '.join(STATISTICS)}, over one of "
                             f"{', '.join(OVER)}")  # fmt: skip

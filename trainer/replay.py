@@ -74,7 +74,7 @@ class Replay:
     """A run, to be trained again. Several may be open at a time, also beside the run's own trainer."""
 
     def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, state_dir: Path, device: str = "cpu") -> None:
-        """Raises RunNotFound, InvalidRecord."""
+        """Raises RunNotFound, InvalidRecord, and SettingsError for a counterfactual."""
         self._kafka, self._topics, self._state_dir, self._device = kafka, topics, state_dir, device
         opened = open_settings(kafka, topics)
         self.settings = opened.settings

@@ -29,6 +29,8 @@ class GroupCounts:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
+    """What one version's training came to; recorded in `Version`."""
+
     version: int  # the version that this step made
     loss: float  # mean over its optimizer steps, penalties included
     grad_norm: float  # before clipping; mean over its optimizer steps
@@ -79,6 +81,7 @@ class Scored:
 
 
 def group_counts(groups: Sequence[Group], scored: Scored) -> tuple[GroupCounts, ...]:
+    """Trained and masked tokens of each group; a masked one counts for the first rule that masks it."""
     number = [index for index, group in enumerate(groups) for episode in group.episodes if episode.counted]
     group_of = np.array(number)[scored.episode]
     left = np.ones(len(group_of), np.bool_)
@@ -97,6 +100,7 @@ def group_counts(groups: Sequence[Group], scored: Scored) -> tuple[GroupCounts, 
 
 
 def lags_of(scored: Scored) -> tuple[LagStatistics, ...]:
+    """Log-ratios of the scored tokens, by the version that sampled them."""
     return lag_statistics(scored.log_ratio, scored.versions, scored.episode)
 
 

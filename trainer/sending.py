@@ -118,7 +118,8 @@ class Sender:
                 return
             except BufferError as full:  # the queue is bounded: let the broker take some
                 if time.monotonic() > deadline:
-                    raise LogError(f"{self._topic}: the broker takes no weights") from full
+                    raise LogError(f"{self._topic}: the broker has taken no weights for {DELIVERY_S:g} s: is it up, "
+                                   "and has it room?") from full  # fmt: skip
                 if self._abandoned.is_set():
                     raise Abandoned from full
                 self._producer.poll(0.1)

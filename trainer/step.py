@@ -129,6 +129,7 @@ class TrainState:
         `minibatches` x `epochs` optimizer steps, each on its share of the groups, in the manifest's order.
 
         Raises NonFiniteLogprob, NonFiniteGradient, and InvalidRecord where there is no token; then nothing has changed.
+        Raises ValueError for another target.
         """
         if target_version != self.version:
             raise ValueError(f"the batch targets version {target_version}, the trainer is at version {self.version}")

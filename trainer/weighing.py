@@ -106,8 +106,8 @@ def minibatches(groups: Sequence[Group], count: int) -> list[tuple[int, Sequence
 
 def corrected(current: NDArray[np.float64], columns: Mapping[str, NDArray[Any]], advantage: torch.Tensor,
                settings: StepSettings) -> tuple[Scored, corrections.Corrected]:  # fmt: skip
-    """Tokens with their weights. `columns` of k tokens: behaviour, weights (staleness), versions, episode, which counts
-    into `advantage`."""
+    """Tokens with their weights. `current` [k]: the trainer's log-probabilities, nats. `columns`, each [k]: behaviour,
+    weights (staleness), versions, episode, which counts into `advantage` (float64 [e])."""
     behaviour, episode = torch.from_numpy(columns["behaviour"]), torch.from_numpy(columns["episode"])
     tokens = Tokens(episode, torch.from_numpy(columns["weights"]) > 0, len(advantage))
     apart = corrections.difference(torch.from_numpy(current), behaviour)
@@ -123,8 +123,8 @@ def corrected(current: NDArray[np.float64], columns: Mapping[str, NDArray[Any]],
 def refuse_non_finite(members: Sequence[tuple[Group, Episode]], rows: Sequence[MicroBatch],
                       current: NDArray[np.float64]) -> None:  # fmt: skip
     """The one door for bad numbers: raises NonFiniteLogprob, with their count, where a token that may be trained has no
-    finite log-probability on either side. `current`: the trainer's, of all the rows' tokens. What a masked token holds
-    is never looked at."""
+    finite log-probability on either side. `current` [k]: the trainer's, of all the rows' tokens. What a masked token
+    holds is never looked at."""
     whole = {name: np.concatenate([getattr(row, name) for row in rows])
              for name in ("behaviour", "weights", "episode", "offset")}  # fmt: skip
     finite = np.isfinite(current) & np.isfinite(whole["behaviour"])

@@ -42,6 +42,7 @@ class Table:
 
     @property
     def name(self) -> str:
+        """The table's name, as docs/tables.md has it."""
         return self.spec.name
 
     @property

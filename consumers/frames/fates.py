@@ -20,6 +20,8 @@ OPEN = "open"
 
 @dataclass(frozen=True, slots=True)
 class Fate:
+    """What became of a group, so far as `batches` and `groups` say; `version` trained it."""
+
     disposition: str
     reason: str | None = None
     batch: int | None = None

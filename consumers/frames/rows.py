@@ -40,6 +40,7 @@ CLOCKS = ("published", "fetched", "decoded", "paused", "applied", "resumed", "fi
 
 
 def groups(source: LogSource) -> Iterator[Row]:
+    """Of every group with a lease or a closure."""
     for told, closed, fate, partition in _decided(source):
         attempts = [fact.event for fact in told.ended.values()]
         row: Row = {
@@ -73,6 +74,7 @@ def groups(source: LogSource) -> Iterator[Row]:
 
 
 def episodes(source: LogSource) -> Iterator[Row]:
+    """Of every attempt that ended, and of those of open groups that are still at work."""
     for told, closed, fate, partition in _decided(source):
         fates = {s.slot: s for s in closed.event.slots} if closed else {}
         opening = told.opening
@@ -130,6 +132,7 @@ def _decided(source: LogSource) -> Iterator[tuple[Told, Fact[GroupClosed] | None
 
 
 def batches(source: LogSource) -> Iterator[Row]:
+    """Of every manifest; what was trained and masked is null until its version is committed."""
     committed = {
         event.batch: (event.version, sum(c.trained for c in event.groups), sum(c.masked for c in event.groups),
                       event.committed_ms)
@@ -166,6 +169,7 @@ def _segments(event: Manifest) -> Row:
 
 
 def versions(source: LogSource) -> Iterator[Row]:
+    """Of every committed version, with its newest publication."""
     rows: dict[int, Row] = {}
     for fact in read_facts(source, POLICY, 0, Failures()):
         event = fact.event
@@ -194,6 +198,7 @@ def versions(source: LogSource) -> Iterator[Row]:
 
 
 def replicas(source: LogSource) -> Iterator[Row]:
+    """Of every heartbeat."""
     for fact in read_facts(source, FLEET, 0, Failures()):
         if isinstance(event := fact.event, Heartbeat):
             idle = [v for name, v in event.counters.items() if name.startswith("idle_") and name.endswith("_s")]
@@ -207,6 +212,7 @@ def replicas(source: LogSource) -> Iterator[Row]:
 
 
 def publications(source: LogSource) -> Iterator[Row]:
+    """Of every version on every replica that took it: `PublicationClock` in milliseconds since the epoch."""
     for fact in read_facts(source, FLEET, 0, Failures()):
         if isinstance(event := fact.event, PublicationClock):
             clocks = {f"{step}_ms": getattr(event, f"{step}_ms") for step in CLOCKS}
@@ -215,6 +221,7 @@ def publications(source: LogSource) -> Iterator[Row]:
 
 
 def evals(source: LogSource) -> Iterator[Row]:
+    """Of every score of a suite."""
     for fact in read_facts(source, EVALS, 0, Failures()):
         event: Score = fact.event
         yield {
@@ -226,6 +233,7 @@ def evals(source: LogSource) -> Iterator[Row]:
 
 
 def spans(source: LogSource) -> Iterator[Row]:
+    """Of every readable span, without its columns."""
     for partition in range(source.partitions(TRAJECTORIES)):
         for record in source.records(TRAJECTORIES, partition):
             if kind_of(record.value) is Span:
@@ -251,6 +259,7 @@ def _span(event: Span) -> Row:
 
 
 def waits(source: LogSource) -> Iterator[Row]:
+    """Of every attempt that ended: the milliseconds that each part of it took."""
     for partition in range(source.partitions(GROUPS)):
         ended: dict[str, list[Fact[AttemptEnded]]] = {}  # of open groups
         for fact in read_facts(source, GROUPS, partition, Failures()):

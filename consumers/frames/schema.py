@@ -14,6 +14,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Column:
+    """One column of a table, as docs/tables.md and the Parquet file's metadata say it. `dtype` is Arrow's name."""
+
     name: str
     dtype: str
     meaning: str
@@ -307,8 +309,8 @@ They are streamed: `batches()` gives Arrow record batches in bounded memory, `to
 `to_polars()` the whole. Columns are only ever added. Records that can't be decoded are left out (`headrace ledger`
 names them). This page is made from `consumers/frames/schema.py` by `python -m tests.tables_page`.
 
-```sql
--- DuckDB, after `headrace export demo out`: which tasks never give a group that can be trained?
+```sql run
+-- DuckDB, after `headrace export first out`: which tasks never give a group that can be trained?
 SELECT task, count(*) AS groups, avg(reward_mean) FROM 'out/groups.parquet' GROUP BY task HAVING max(batch) IS NULL;
 ```
 """

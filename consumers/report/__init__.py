@@ -56,6 +56,7 @@ class Report:
 
     @property
     def begun(self) -> bool:
+        """Whether anything was asked for or leased yet."""
         return self.figures.elapsed_s is not None
 
     @property

@@ -53,6 +53,8 @@ class BatchFreshness:
 
 @dataclass(frozen=True, slots=True)
 class Freshness:
+    """How old what is trained is: lag, drift and weights as the manifests recorded them."""
+
     batches: tuple[BatchFreshness, ...]
     drift: Quantiles | None  # over all tokens of manifests with a known drift
     weights: Quantiles | None  # over all tokens of manifests
@@ -66,6 +68,7 @@ class Freshness:
 
 
 def freshness(facts: Iterable[Fact[Any]]) -> Freshness:
+    """From the manifests and dispositions of `batches`. Quantiles are over tokens, drift in nats squared."""
     batches, weights, drifts, masked, stale = [], list[Any](), list[Any](), 0, 0
     for fact in facts:
         event = fact.event
@@ -114,6 +117,8 @@ class VersionAlignment:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
+    """Whether engine and trainer compute the same log-probabilities for the tokens of lag 0, in nats."""
+
     versions: tuple[VersionAlignment, ...]
     mean: float | None  # over all those tokens
     worst: VersionAlignment | None  # by `max`
@@ -129,6 +134,7 @@ class Alignment:
 
 
 def alignment(facts: Iterable[Fact[Any]]) -> Alignment:
+    """From what each version's step measured (`Version.metrics`)."""
     rows = []
     for fact in facts:
         if isinstance(event := fact.event, Version) and event.version:
@@ -168,6 +174,8 @@ class TaskHealth:
 
 @dataclass(frozen=True, slots=True)
 class Reliability:
+    """What attempts ended with, who was at fault, and which tasks teach nothing."""
+
     outcomes: dict[str, int]  # attempts by outcome
     failures: dict[str, int]  # attempts that are no success, by "boundary: reason"
     lost_by_boundary: dict[str, int]  # infrastructure's and unknown ones
@@ -195,6 +203,7 @@ class Reliability:
 
 
 def reliability(facts: Sequence[Fact[Any]]) -> Reliability:
+    """From attempts and closures of `groups`; surplus attempts are nobody's outcome."""
     outcomes: Counter[str] = Counter()
     failures: Counter[str] = Counter()
     boundaries: Counter[str] = Counter()
@@ -254,6 +263,8 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Transport:
+    """How versions reach the engines: times, bytes, and what became of requests that were running."""
+
     deliveries: tuple[Delivery, ...]
     legs: dict[str, Quantiles]
     latency_s: Quantiles | None
@@ -269,6 +280,7 @@ class Transport:
 
 
 def transport(facts: Sequence[Fact[Any]], weights: WeightSettings) -> Transport:
+    """From publications, clocks and closures. `weights` names the policy for running requests."""
     deliveries, sizes, kinds, changed = [], Counter[int](), Counter[str](), []
     committed = {f.event.version: f.event.committed_ms for f in facts if isinstance(f.event, Version)}
     late, sampled, cut_short = [], list[bool](), 0
@@ -329,6 +341,7 @@ class Suite:
 
 
 def evaluation(scores: Iterable[Score]) -> tuple[Suite, ...]:
+    """Scores by suite, each suite's by version and then by time."""
     suites: dict[str, list[Score]] = defaultdict(list)
     for score in scores:
         suites[score.suite].append(score)

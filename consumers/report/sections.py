@@ -36,6 +36,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Section:
+    """One question of the page: verdict, figures, and whether the verdict is good."""
+
     key: str
     question: str
     verdict: str

@@ -381,7 +381,8 @@ AttentionInterface.register("headrace_grouped", _attention)
 
 
 def load_model(model_path: str | Path, compute_dtype: str, device: str) -> tuple[Any, Any]:
-    """The model in the compute dtype, without dropout, and its tokenizer; from a local folder only."""
+    """The model in the compute dtype, without dropout, and its tokenizer; from a local folder only. Raises
+    ModelError."""
     if not (Path(model_path) / "config.json").is_file():
         raise ModelError(f"{model_path} holds no config.json: model_path must be a Hugging Face model folder")
     transformers.utils.logging.disable_progress_bar()

@@ -43,6 +43,7 @@ class OpenAIReplica:
 
     def __init__(self, base_url: str, *, name: str | None = None, model: str | None = None, api_key: str | None = None,
                  capacity: int = 32, version: int = 0, folder: ModelFolder | None = None) -> None:  # fmt: skip
+        """Connects to nothing yet. Raises ModelError for an address that is none, or without aiohttp."""
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.netloc or "@" in parts.netloc:
             raise ModelError(f"{parts.hostname or base_url}: a replica's address is http(s)://HOST:PORT, without user "

@@ -74,7 +74,8 @@ def _open(model: ModelSettings, choice: EngineChoice) -> Engine:
 
 
 def open_replicas(choice: EngineChoice, folder: ModelFolder | None = None) -> list[OpenAIReplica]:
-    """One replica for each address, not connected yet. Without `folder` their weights stay as they are."""
+    """One replica for each address, not connected yet. Without `folder` their weights stay as they are. Raises
+    SettingsError without addresses."""
     from .openai import OpenAIReplica
 
     if not choice.replicas:

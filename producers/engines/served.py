@@ -136,6 +136,7 @@ def as_text(parts: Sequence[Part]) -> str:
 
 
 def from_text(text: str) -> list[Part]:
+    """What `to_text` wrote."""
     return [(name, tuple(shape), None if where is None else base64.b64decode(where), base64.b64decode(values))
             for name, shape, where, values in json.loads(text)]  # fmt: skip
 

@@ -28,6 +28,8 @@ def _function(name: str) -> Callable[[dict[str, Any], str], float | None]:
 
 
 class ScoreFunction:
+    """Tasks of a JSON-lines file, scored by the function that `tasks.score` names."""
+
     def prepare(self) -> None:
         """Nothing: which function is meant stands in the task."""
 

@@ -41,6 +41,8 @@ def conversation(data: dict[str, Any], question: str) -> list[Message]:
 
 
 class ReasoningGym:
+    """Tasks of a reasoning-gym data set, scored by the library's own verifier."""
+
     def prepare(self) -> None:
         import reasoning_gym  # noqa: F401
 

@@ -223,6 +223,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
+    """The host process: requests as JSON lines on standard input, answers on a copy of standard output."""
     if len(sys.argv) == 3:
         die_with_parent(int(sys.argv[2]))
     # What an environment prints must not mix with the answers: fd 1 becomes stderr, answers go to a copy of the pipe.

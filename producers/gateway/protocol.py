@@ -270,6 +270,7 @@ class Told:
 
 
 def envelope(name: str, created: int, asked: Asked, fingerprint: str, *, stream: bool) -> dict[str, Any]:
+    """What every answer and every streamed chunk begins with."""
     kind = "chat.completion" if asked.kind == "chat" else "text_completion"
     return {"id": name, "object": f"{kind}.chunk" if stream and asked.kind == "chat" else kind, "created": created,
             "model": asked.model, "system_fingerprint": fingerprint}  # fmt: skip

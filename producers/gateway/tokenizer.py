@@ -32,16 +32,13 @@ class Tokenizer:
         self._core.no_truncation()
         self._core.no_padding()
         parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_without_generation(template))
+        # Else they are put into words.
         self._knows_tools = "tools" in meta.find_undeclared_variables(parsed)
         ends = _ends(Path(folder), self._tokenizer.eos_token_id)
         self.eos: Mapping[int, str] = {i: str(self._tokenizer.convert_ids_to_tokens(i)) for i in sorted(ends)}
 
-    @property
-    def knows_tools(self) -> bool:
-        """Whether the template writes tools itself; else they are put into words."""
-        return self._knows_tools
-
     def render(self, messages: Sequence[Message], tools: Sequence[Any], options: Mapping[str, Any]) -> str:
+        """The prompt as text, by the chat template. Raises ValueError for messages that the template refuses."""
         from jinja2 import TemplateError
 
         if not self._knows_tools:

@@ -60,16 +60,20 @@ class StepResult:
 
     @property
     def timed_out(self) -> bool:
+        """Its time was over before it ended: there is no code."""
         return self.code is None
 
 
 class Sandbox(Protocol):
+    """One episode's machine: a persistent shell, files of its own, limits. Never used twice."""
+
     @property
     def id(self) -> str:
         """Unique among this owner's."""
 
     @property
-    def spec(self) -> SandboxSpec: ...
+    def spec(self) -> SandboxSpec:
+        """What it was made by."""
 
     @property
     def alive(self) -> bool:
@@ -90,6 +94,8 @@ class Sandbox(Protocol):
 
 
 class Backend(Protocol):
+    """Makes sandboxes of one kind, and clears away what earlier owners left."""
+
     kind: str
 
     @property
@@ -126,6 +132,7 @@ class Owner:
 
     @classmethod
     def myself(cls) -> Owner:
+        """This process."""
         pid = os.getpid()
         return cls(pid, birth_of(pid) or 0)
 
@@ -135,6 +142,7 @@ class Owner:
         return self.space != _space() or birth_of(self.pid) == self.born
 
     def label(self, sandbox: str) -> str:
+        """A name for a sandbox of this owner's, from which `of_label` tells whose it is."""
         return f"{self.pid}.{self.born}.{self.space}.{sandbox}"
 
     @classmethod

@@ -222,6 +222,8 @@ class DockerBackend:
 
 
 class DockerSandbox(ShellSandbox):
+    """A container, its shell on an attached connection."""
+
     def __init__(self, name: str, spec: SandboxSpec, backend: DockerBackend, facts: dict[str, Any],
                  frames: Frames) -> None:  # fmt: skip
         self.container: str = facts["Id"]

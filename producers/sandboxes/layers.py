@@ -20,11 +20,14 @@ OPTIONS_BYTES = 3500  # of the 4,096 that a mount's options may have
 
 
 class Layers:
+    """The snapshots in one folder."""
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
 
     def below(self, base: str | None) -> tuple[str, str | None]:
-        """The layers of a base, as overlayfs wants them, with a colon after each; and the root below them."""
+        """The layers of a base, as overlayfs wants them, with a colon after each; and the root below them. Raises
+        SandboxFailed for a base that is gone, has too many layers, or a path that overlayfs can't take."""
         if base is None or Path(base).parent != self._folder:
             if base is not None and set(base) & set(":,\\"):
                 raise SandboxFailed(f"base {base}: overlayfs takes no path with a colon, comma or backslash")

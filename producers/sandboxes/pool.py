@@ -101,7 +101,8 @@ class Pool:
     # ------------------------------------------------------------------------------------------------- the users
 
     def order(self, spec: SandboxSpec | None = None) -> Order:
-        """One will be needed soon: it is set up ahead, in the order of the orders, as the size allows."""
+        """One will be needed soon: it is set up ahead, in the order of the orders, as the size allows. Raises
+        SandboxFailed once the pool is closed."""
         order = Order(spec or self.standard, self)
         with self._changed:
             if self._closed:

@@ -134,6 +134,8 @@ class ProcessBackend:
 
 
 class ProcessSandbox(ShellSandbox):
+    """A process tree under bubblewrap, in a control group of its own."""
+
     def __init__(self, name: str, spec: SandboxSpec, command: list[str], group: Group, backend: ProcessBackend) -> None:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                          env={"PATH": os.environ.get("PATH", os.defpath)}, cwd="/")  # fmt: skip

@@ -23,6 +23,8 @@ class CannotEnd(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Process:
+    """A process; `pid` and `born` together are never given twice."""
+
     pid: int
     parent: int
     born: int  # clock ticks since the machine's start
@@ -64,6 +66,7 @@ def below(first: int) -> tuple[int, dict[int, Process]]:
 
 
 def send(pids: Iterator[int] | list[int], number: int) -> None:
+    """Send a signal to each that is still there."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

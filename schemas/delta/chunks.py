@@ -89,5 +89,6 @@ def _chunks(version: int, kind: str, every: Iterable[bytes], of: int) -> Iterato
 
 
 def checksum_of(version: int, kind: str, index: int, of: int, data: bytes) -> bytes:
+    """16 bytes (XXH3-128) over a chunk's place and data, so that a chunk in another's place shows as well."""
     head = struct.pack("<qqq", version, index, of) + kind.encode() + b"\0"
     return xxhash.xxh3_128_digest(head + data)

@@ -38,7 +38,7 @@ def mantissa_of(dtype: str) -> int:
 
 
 def octave(dtype: str, bits: Bits) -> NDArray[np.uint8]:
-    """The exponent's bits; 0 for formats without one."""
+    """The exponent's bits of each ([n]); 0 for formats without one."""
     mantissa = mantissa_of(dtype)
     if mantissa < 0:
         return np.zeros(bits.size, np.uint8)

@@ -52,10 +52,12 @@ def as_state(arrays: Mapping[str, Bits], dtype: str) -> dict[str, Tensor]:
 
 
 def copy_state(state: State) -> dict[str, Tensor]:
+    """The same weights in memory of their own."""
     return {name: Tensor(tensor.dtype, tensor.bits.copy()) for name, tensor in state.items()}
 
 
 def elements(state: State) -> int:
+    """Of all tensors."""
     return sum(tensor.bits.size for tensor in state.values())
 
 
@@ -110,7 +112,7 @@ def take(elements: Bits, positions: Positions) -> Bits:
 
 
 def put(elements: Bits, positions: Positions | NDArray[np.uint32], values: Bits) -> None:
-    """Overwrite the elements ([n]) at positions. Raises IndexError."""
+    """Overwrite the elements ([n]) at positions ([k]) with values ([k]). Raises IndexError."""
     if native.compiled is None:
         elements[positions] = values
     else:
@@ -131,6 +133,7 @@ def write(state: State, changes: Mapping[str, Change]) -> None:
 
 
 def write_pieces(state: State, pieces: Iterable[Piece]) -> None:
+    """Overwrite in place; positions are flat. Raises KeyError, ValueError, IndexError for pieces that don't fit."""
     for piece in pieces:
         target = state[piece.name].bits.reshape(-1)
         if piece.positions is None:
@@ -148,6 +151,7 @@ class Overwrites(Mapping[str, Change]):
         self._pieces: dict[str, list[tuple[NDArray[np.uint32] | None, Bits]]] = {}
 
     def add(self, pieces: Iterable[Piece]) -> None:
+        """Their values are kept, not copied."""
         for piece in pieces:
             places = None if piece.positions is None else piece.positions.astype(np.uint32)
             self._pieces.setdefault(piece.name, []).append((places, piece.values))

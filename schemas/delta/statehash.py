@@ -98,6 +98,7 @@ def own_sums(name: str, tensor: Tensor) -> Sums:
 
 
 def tensor_sums(name: str, tensor: Tensor) -> Sums:
+    """What a whole tensor counts for. Raises ValueError for bits that nothing here handles."""
     return plus(own_sums(name, tensor), element_sums(name, tensor, 0, flat(name, tensor)))
 
 
@@ -107,10 +108,12 @@ def state_sums(state: State) -> dict[str, Sums]:
 
 
 def plus(one: Sums, other: Sums) -> Sums:
+    """Modulo 2^64, each."""
     return (one[0] + other[0]) % _WRAP, (one[1] + other[1]) % _WRAP
 
 
 def minus(one: Sums, other: Sums) -> Sums:
+    """Modulo 2^64, each."""
     return (one[0] - other[0]) % _WRAP, (one[1] - other[1]) % _WRAP
 
 

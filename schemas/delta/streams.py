@@ -18,6 +18,7 @@ LIMIT = 1 << 23  # bytes of one column, unpacked: what a damaged length may ask 
 
 
 def varint(number: int) -> bytes:
+    """LEB128: seven bits a byte, the low ones first. `number` is not negative."""
     out = bytearray()
     while number > 127:
         out.append(number & 127 | 128)
@@ -45,18 +46,22 @@ class Writer:
         self._parts: list[bytes] = []
 
     def put(self, column: NDArray[np.uint8] | bytes, compress: bool = True) -> None:
+        """A column: the bytes of uint8 [n], compressed where that is shorter."""
         raw = column if isinstance(column, bytes) else column.tobytes()
         packed = _reused.compressor.compress(raw) if compress and len(raw) > 16 else raw
         stored = packed if len(packed) < len(raw) else raw
         self._parts += [varint(len(raw)), varint(len(stored)), stored]
 
     def number(self, number: int) -> None:
+        """A number that is not negative, beside the columns."""
         self._parts.append(varint(number))
 
     def numbers(self, numbers: Iterable[int]) -> None:
+        """Numbers that are not negative, as one column."""
         self.put(b"".join(varint(number) for number in numbers))
 
     def bytes(self) -> bytes:
+        """Everything that was put, in order."""
         return b"".join(self._parts)
 
 
@@ -67,10 +72,12 @@ class Columns:
         self._data, self._at = data, 0
 
     def number(self) -> int:
+        """The next number that stands beside the columns."""
         number, self._at = _read_varint(self._data, self._at)
         return number
 
     def numbers(self) -> list[int]:
+        """The next column, as the numbers that it holds."""
         data, at, out = self.take().data, 0, []
         while at < len(data):
             number, at = _read_varint(data, at)
@@ -78,7 +85,7 @@ class Columns:
         return out
 
     def take(self, size: int | None = None) -> NDArray[np.uint8]:
-        """The next column, of `size` bytes where that is known. Read only."""
+        """The next column: uint8 [size], or of whatever size it says. Read only."""
         raw, stored = self.number(), self.number()
         if raw > LIMIT or stored > raw or stored > len(self._data) - self._at or (size is not None and raw != size):
             raise ValueError(f"a column of {raw} bytes, {stored} stored, {size} expected")
@@ -91,6 +98,7 @@ class Columns:
         return np.frombuffer(_reused.decompressor.decompress(part, max_output_size=raw), np.uint8)
 
     def end(self) -> None:
+        """Nothing may be left."""
         if self._at != len(self._data):
             raise ValueError(f"{len(self._data) - self._at} bytes too many")
 

@@ -1,0 +1,1 @@
+"""How Kafka is spoken to: clients, reading by position, transactions, blobs."""

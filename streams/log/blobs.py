@@ -57,6 +57,7 @@ class Blobs:
 
     @property
     def folder(self) -> str:
+        """The run's own place under `url`."""
         return f"{self.url.rstrip('/')}/{self.run}"
 
     def remove_all(self) -> None:

@@ -90,6 +90,7 @@ def consumer(config: KafkaConfig, isolation: Isolation = "read_committed") -> Co
 
 
 def admin(config: KafkaConfig) -> AdminClient:
+    """A client for topics and groups. Raises SettingsError for properties that librdkafka refuses."""
     return _make(AdminClient, {**_EVERY_CLIENT, **config})
 
 
@@ -128,7 +129,8 @@ def create_topics(config: KafkaConfig, specs: Iterable[TopicSpec], timeout_s: fl
     # The controller knows them now; the broker that clients ask may learn of them a moment later.
     while missing := wanted.keys() - _led(client, deadline):
         if time.monotonic() > deadline:
-            raise LogError(f"no leader for the topics {', '.join(sorted(missing))} within {timeout_s:g} s")
+            raise LogError(f"no leader for the topics {', '.join(sorted(missing))} within {timeout_s:g} s: are all "
+                           "brokers up? The same call goes on from here")  # fmt: skip
         time.sleep(0.02)
     return created
 
@@ -157,7 +159,7 @@ def partitions(client: Consumer | Producer | AdminClient, topic: str, timeout_s:
     found = insist(lambda left_s: client.list_topics(topic, timeout=left_s).topics[topic], timeout_s,
                    f"the partitions of {topic} are not to be had")  # fmt: skip
     if found.error is not None or not found.partitions:
-        raise LogError(f"there is no topic {topic}")
+        raise LogError(f"there is no topic {topic} on this cluster: was its run deleted?")
     return sorted(found.partitions)
 
 

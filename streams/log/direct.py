@@ -86,10 +86,12 @@ class Offering:
 
     @property
     def listeners(self) -> int:
+        """How many replicas are connected."""
         with self._lock:
             return sum(one.alive for one in self._listeners)
 
     def close(self) -> None:
+        """Whoever follows reads from the log from now on."""
         _shut(self._socket)
         self._thread.join()
         with self._lock:
@@ -158,6 +160,7 @@ class Following:
         self._thread.start()
 
     def close(self) -> None:
+        """End the connection, and the thread that keeps it."""
         self._closed.set()
         if self._connection is not None:
             _shut(self._connection)

@@ -43,6 +43,7 @@ def standing(config: KafkaConfig, place: Position) -> tuple[int, int] | None:
 
 
 def hung(config: KafkaConfig, place: Position, readable: int, written: int, waited_s: float) -> HungTransaction:
+    """The error that says what hangs, and how to end it. `readable` and `written` are offsets."""
     topic, partition = place
     tool = f"kafka-transactions.sh --bootstrap-server {config.get('bootstrap.servers')}"
     return HungTransaction(

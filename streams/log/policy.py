@@ -46,7 +46,7 @@ class Opened:
 
 
 def runs(kafka: KafkaConfig, prefix: str) -> list[str]:
-    """The ids of all runs on the cluster."""
+    """The ids of all runs on the cluster. Raises LogError."""
     from confluent_kafka import KafkaException
 
     try:

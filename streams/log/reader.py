@@ -103,7 +103,8 @@ class Reader:
                 return records
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Record]:
-        """Every record with start <= offset < end, then stop; `end` may lie behind markers."""
+        """Every record with start <= offset < end, then stop; `end` may lie behind markers. Raises LogError where
+        nothing comes for `STALL_S`."""
         if start >= end:
             return
         place = (topic, partition)
@@ -158,6 +159,7 @@ class Reader:
         return int(found.offset) if found.offset >= 0 else self.bounds(topic, partition, timeout_s)[1]
 
     def close(self) -> None:
+        """Give the connection back."""
         self._consumer.close()
 
     def __enter__(self) -> Reader:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pytest
 
 from headrace.cli import main
@@ -22,8 +23,8 @@ from tests.documents import PAGES, Block, blocks
 LIMIT_S = 600.0  # of one command, on a busy machine; alone, all of them together take half a minute
 _CHECKER = doctest.OutputChecker()
 _LOOSE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-# These supervise processes and take signals: they get a process of their own.
-SUPERVISE = {"run", "start"}
+# These supervise processes and take signals, or set PyTorch's threads: they get a process of their own.
+APART = {"run", "start", "replay"}
 
 
 class Reader:
@@ -43,7 +44,9 @@ class Reader:
             with _printed() as said:
                 exec(compile(block.text, str(block), "exec"), self._names)
             return 0, said.getvalue()
-        assert block.language == "sh", f"{block}: only sh and python run"
+        if block.language == "sql":
+            return 0, str(duckdb.sql(block.text))
+        assert block.language == "sh", f"{block}: only sh, sql and python run"
         parts = []
         for line in block.text.splitlines():
             code, said_line = _command(line)
@@ -64,7 +67,7 @@ def _command(line: str) -> tuple[int, str]:
     words = shlex.split(line, comments=True)
     if not words:
         return 0, ""
-    if words[0] == "headrace" and words[1] not in SUPERVISE:
+    if words[0] == "headrace" and words[1] not in APART:
         before, sys.argv = sys.argv, words
         try:
             with _printed() as said:

@@ -96,7 +96,7 @@ def test_one_file_without_the_other_or_none_at_all_is_refused(tmp_path: Path) ->
 
 
 def test_a_call_takes_the_slow_down_at_full_load_and_no_more_alone(load: Load) -> None:
-    engine = Engine(Cell(4.0, "none", 3.0), Outcome())
+    engine = Engine(Cell(4.0, "none", 3.0))
     episode = Episode((0, 0), load.group(0)[0], 0)
     idle = episode.work.calls[0] + episode.work.context[0] / PREFILL_TOKENS_PER_S
     assert engine.call(0, episode)[0] == pytest.approx(idle * (1 + 3 / FULL_LOAD))
@@ -106,13 +106,13 @@ def test_a_call_takes_the_slow_down_at_full_load_and_no_more_alone(load: Load) -
 
 def test_a_prefix_is_found_only_where_it_was_computed_and_while_there_is_room(load: Load) -> None:
     episode, sibling = (Episode((0, slot), load.group(0)[slot], slot) for slot in (0, 1))
-    unlimited = Engine(Cell(1.0, "unlimited", 3.0), Outcome())
+    unlimited = Engine(Cell(1.0, "unlimited", 3.0))
     assert unlimited.call(0, episode)[1] == 0
     assert unlimited.call(0, sibling)[1] == sibling.work.context[0]  # the prompt that siblings share
     episode.turn = 1
     assert unlimited.call(1, episode)[1] == 0
     assert unlimited.call(0, episode)[1] == episode.work.context[0] + episode.work.tokens[0]
-    half, many = Engine(CELL, Outcome()), [one for index in range(64) for one in load.group(index)]
+    half, many = Engine(CELL), [one for index in range(64) for one in load.group(index)]
     episode.turn = 0
     half.call(0, episode)
     for number, work in enumerate(many[8:], 8):

@@ -47,7 +47,7 @@ def test_every_loss_setting_stands_in_the_table() -> None:
     assert missing == {"advantage_epsilon", "bypass", "reject_shrinks"}, "those that go with several parts"
 
 
-@pytest.mark.parametrize("block", re.findall(r"```toml\n(.*?)```", DOCUMENT, re.S))
+@pytest.mark.parametrize("block", re.findall(r"```toml settings\n(.*?)```", DOCUMENT, re.S))
 def test_other_frameworks_settings_are_possible(block: str) -> None:
     run_settings(**tomllib.loads(block))
 

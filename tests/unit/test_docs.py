@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import pictures, reference
+from docs import measured, pictures, reference
 from headrace.schemas.settings import RunSettings
 from headrace.settings import ConfigFile
 from tests.documents import DIRECTIVE, PAGES, ROOT, Block, blocks
@@ -38,6 +38,25 @@ def test_reference_pages_are_made_from_the_code() -> None:
     there = {path.name: path.read_text() for path in reference.FOLDER.glob("*.md")}
     other = [name for name in made.keys() | there.keys() if made.get(name) != there.get(name)]
     assert not other, f"docs/reference/{', '.join(other)}: run `.venv/bin/python -m docs.reference`"
+
+
+def test_figures_in_pages_are_those_of_the_results() -> None:
+    shown = measured.pages()
+    assert ROOT / "docs" / "otherwise.md" in shown
+    other = [path.name for path, text in shown.items() if path.read_text() != text]
+    assert not other, f"docs/{', '.join(other)}: run `.venv/bin/python -m docs.reference`"
+
+
+def test_no_figure_is_written_by_hand_where_figures_are_measured() -> None:
+    for path in measured.pages():
+        words = re.sub(r"`[^`]*`|\]\([^)]*\)", "", measured.prose(path.read_text()))
+        assert not re.findall(r".*\b\d.*", words), path.name
+
+
+def test_a_page_that_asks_for_what_was_not_measured_is_told_which_row() -> None:
+    for line, missing in (("speed of light", "speed of light"), ("speed | light", "light")):
+        with pytest.raises(measured.NoSuchFigure, match=f"consumers.json has no row '{missing}'"):
+            measured.filled(f"<!-- measured: consumers\n{line}\n-->\n<!-- end -->\n")
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)

@@ -61,7 +61,7 @@ class ForeignReader:
     schemas: dict[bytes, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        found = re.search(r"```json SchemaAdded\n(.*?)```", DOCUMENT, re.DOTALL)
+        found = re.search(r"```json format SchemaAdded\n(.*?)```", DOCUMENT, re.DOTALL)
         named = re.search(r"Its fingerprint is `(\w{16})`", DOCUMENT)
         assert found and named
         self.schemas[bytes.fromhex(named[1])] = fastavro.parse_schema(json.loads(found[1]))
@@ -237,7 +237,7 @@ def test_chain_in_policy_is_what_the_document_says(log: Log, reader: ForeignRead
 @pytest.mark.parametrize("dtype", ["<i4", "<f4"])
 def test_worked_examples_of_shuffled_columns_hold(dtype: str) -> None:
     expected = {"<i4": [1, 256, 70000], "<f4": [-0.5, -1.0]}[dtype]
-    blocks = re.findall(r"```text\nvalues([0-9A-F \n]+)\nshuffled([0-9A-F ]+)\n```", DOCUMENT)
+    blocks = re.findall(r"```text format shuffled\nvalues([0-9A-F \n]+)\nshuffled([0-9A-F ]+)\n```", DOCUMENT)
     assert len(blocks) == 2
     values, shuffled = (bytes.fromhex(text) for text in blocks[dtype == "<i4"])
     assert np.frombuffer(values, dtype).tolist() == expected == unshuffled(shuffled, dtype).tolist()
