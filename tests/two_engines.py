@@ -66,7 +66,7 @@ def main(model: Path, bootstrap: str, run: str) -> None:
         engine.sleep()
         gc.collect()
         found["asleep"].append(held(engine))
-        for call in (lambda: greedy(engine), lambda n=version: engine.apply(n, {})):  # type: ignore[misc]
+        for call in (lambda: greedy(engine), lambda n=version: engine.apply(n, {})):
             try:
                 call()
             except (EngineError, WeightsRefused) as error:
