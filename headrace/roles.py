@@ -129,7 +129,8 @@ def _gateway(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings,
     here = site.gateway
     token_file = Path(here.token_file) if here.token_file else state_dir(site, topics.run) / "gateway.token"
     place = Place(here.host, here.port, here.public_url, token_file, here.on_update, here.orphan_grace_s)
-    run_gateway(kafka, topics, settings, stop, place, _engine(site), name=name, threads=site.worker_threads)
+    run_gateway(kafka, topics, settings, stop, place, _engine(site), name=name, threads=site.worker_threads,
+                weights_socket=site.weights_socket)  # fmt: skip
 
 
 ROLES: dict[str, Role] = {

@@ -75,9 +75,9 @@ class SiteSettings(Section):
     trainer_processes: Positive = Field(1, description="of a trainer started here, one for each GPU; more than one "
                                                        "run under torchrun and share every tensor (FSDP2); another "
                                                        "count gives other bits")  # fmt: skip
-    weights_socket: str | None = Field(None, description="HOST:PORT at which the trainer hands weights to workers "
-                                       "directly, beside the log (none: the log alone); in the clear, so keep it in a "
-                                       "network of its own")  # fmt: skip
+    weights_socket: str | None = Field(None, description="HOST:PORT at which the trainer hands weights to workers and "
+                                       "gateways directly, beside the log (none: the log alone); in the clear, so keep "
+                                       "it in a network of its own")  # fmt: skip
     gateway: GatewaySite = GatewaySite()
     stop_at: Positive | None = Field(None, description="the version at which to stop; a greater one goes on later")
     max_deaths: Positive = Field(5, description="a process that dies so often without a minute's life ends the run")

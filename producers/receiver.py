@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -32,8 +33,9 @@ from headrace.schemas.errors import (
     WrongBase,
 )
 from headrace.schemas.events import Publication, PublicationClock
+from headrace.schemas.settings import ModelSettings
 from headrace.schemas.topics import POLICY, WEIGHTS, RunTopics
-from headrace.streams.log.direct import HandedOver
+from headrace.streams.log.direct import Following, HandedOver
 from headrace.streams.log.pace import Pace
 from headrace.streams.log.policy import open_settings
 from headrace.streams.log.reader import Reader, beginning_offsets
@@ -283,6 +285,7 @@ class Receiver:
     def _decode(self, weights: Reader, published: Published) -> _Update | None:
         """The next version, from what is served. None where it was refused: another way, if there is one."""
         record = published.record
+        before = 0 if self._ahead is None else self._ahead.taken
         try:
             chunks = fetch(weights, self._topics, record, self._pause, self._ahead)
             delta.check_chunks(record, chunks)
@@ -290,6 +293,9 @@ class Receiver:
             self._mark(published, error)
             return None
         fetched = _now()
+        if self._ahead is not None:
+            log.info("version %d: %d of %d chunks came directly", record.version, self._ahead.taken - before,
+                     len(chunks))  # fmt: skip
         try:
             served_hash = delta.combined(self._sums)
             changes, moves = delta.decode_verified(self._state, self._served, served_hash, record, chunks)
@@ -363,3 +369,22 @@ class Receiver:
 
 def _now() -> float:
     return time.time() * 1000
+
+
+@contextmanager
+def open_receiver(kafka: Mapping[str, Any], topics: RunTopics, model: ModelSettings, *, worker: str, incarnation: str,
+                  weights_socket: str | None = None) -> Iterator[Receiver]:  # fmt: skip
+    """A role's receiver. `weights_socket`: HOST:PORT where the trainer hands weights over, beside the log. Raises
+    SettingsError."""
+    from .engines.served import ModelFolder
+
+    ahead = HandedOver() if weights_socket else None
+    following = Following(weights_socket, topics.name(WEIGHTS), ahead) if weights_socket and ahead else None
+    receiver = Receiver(kafka, topics, worker=worker, incarnation=incarnation, ahead=ahead,
+                        initial=lambda: ModelFolder(model.path, model.dtype, model.lora).bits)  # fmt: skip
+    try:
+        yield receiver
+    finally:
+        receiver.close()
+        if following is not None:
+            following.close()

@@ -9,6 +9,7 @@ an older lease can't be taken up.
 from __future__ import annotations
 
 import collections
+import contextlib
 import hashlib
 import json
 import logging
@@ -40,10 +41,9 @@ from headrace.schemas.outcomes import (
     Source,
 )
 from headrace.schemas.settings import RunSettings
-from headrace.schemas.topics import FLEET, TASKS, TRAJECTORIES, WEIGHTS, RunTopics
+from headrace.schemas.topics import FLEET, TASKS, TRAJECTORIES, RunTopics
 from headrace.schemas.waiting import Idle
 from headrace.streams.log.blobs import open_blobs
-from headrace.streams.log.direct import Following, HandedOver
 from headrace.streams.log.policy import Schemas
 from headrace.streams.log.reader import Reader, end_offsets
 
@@ -53,7 +53,7 @@ from .environments.host import EnvironmentHost, Reply
 from .episodes import Attempt, EpisodeWriter
 from .jobs import Job, Phase, budget_of
 from .outbox import Outbox
-from .receiver import Receiver
+from .receiver import Receiver, open_receiver
 from .refusals import Refusals
 from .scheduler import EngineLoad, Pace, Scheduler, SlotKey
 from .updating import Fence, UpdatePolicy
@@ -406,28 +406,19 @@ def run_worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSetting
     """
     import torch
 
-    from .engines.served import ModelFolder
-
     if threads:
         torch.set_num_threads(threads)
-    model = settings.model
     name, incarnation = name or _default_name(), uuid.uuid4().hex
-    engine = open_engine(model, choice)
-    ahead = HandedOver() if weights_socket else None
-    following = Following(weights_socket, topics.name(WEIGHTS), ahead) if weights_socket and ahead else None
-    receiver = Receiver(kafka, topics, worker=name, incarnation=incarnation,
-                        initial=lambda: ModelFolder(model.path, model.dtype, model.lora).bits, ahead=ahead)  # fmt: skip
-    try:
+    with (
+        contextlib.closing(open_engine(settings.model, choice)) as engine,
+        open_receiver(kafka, topics, settings.model, worker=name, incarnation=incarnation,
+                      weights_socket=weights_socket) as receiver,
+    ):  # fmt: skip
         if not receiver.load(engine, stop):
             return
         worker = Worker(kafka, topics, settings, engine, receiver, name=name, incarnation=incarnation,
                         capacity=2 * engine.capacity)  # fmt: skip
         worker.run(stop)
-    finally:
-        receiver.close()
-        if following is not None:
-            following.close()
-        engine.close()
 
 
 def _default_name() -> str:

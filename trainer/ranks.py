@@ -77,6 +77,15 @@ class Ranks:
         dist.gather(sent, parts, dst=0, group=self.words)
         return None if parts is None else torch.cat(parts).view(part.dtype).view(-1, *shape[1:])[: shape[0]]
 
+    def everywhere(self, part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """A tensor of `shape` in whole, on every rank (CPU), from everyone's part; with one rank the part itself."""
+        if self.size == 1:
+            return part
+        sent = _padded(part.detach().cpu(), shape, self.size)
+        whole = torch.empty(self.size * len(sent), dtype=torch.uint8)
+        dist.all_gather_into_tensor(whole, sent, group=self.words)
+        return whole.view(part.dtype).view(-1, *shape[1:])[: shape[0]]
+
     def hand_out(self, whole: torch.Tensor | None, part: torch.Tensor, shape: Sequence[int]) -> None:
         """Fill everyone's `part` from rank 0's `whole`."""
         if self.size == 1:

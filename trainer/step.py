@@ -444,6 +444,13 @@ class TrainState:
             views[name].flags.writeable = False
         return views
 
+    def served_everywhere(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        """Name and bits as `served_bits` gives them, on every rank: for an engine in the same process. A tensor is put
+        together when it is asked for, so that nobody holds more than one in whole; all ranks go through them
+        together."""
+        for name, part in self._served.items():
+            yield name, self._ranks.everywhere(part, self._shapes[name]).view(BITS[part.dtype]).numpy()
+
     @torch.no_grad()
     def copy_served(self, model: torch.nn.Module) -> None:
         """Into another model of the same parameters, in the published dtype."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import platform
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from headrace.schemas.adapter import inject
-from headrace.schemas.errors import EngineError, ModelError
+from headrace.schemas.errors import EngineError, ModelError, WeightsRefused
 from headrace.schemas.forward import fake_quantised, quantised_names, widen_head
 from headrace.schemas.settings import LoraSettings
 
@@ -142,6 +142,8 @@ class HfEngine:
         }
         for name, parameter in self._parameters.items():
             parameter.data.copy_(self._computed(name))
+        self._dtype = dtype
+        self._shapes = {name: tuple(bits.shape) for name, bits in self._bits.items()}
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
         self._slots, self._max_tokens, self._prefill_tokens = slots, max_tokens, prefill_tokens
         self._device = torch.device(device)
@@ -150,6 +152,7 @@ class HfEngine:
         self._rows: list[_Row] = []
         self._cache = _RowCache()
         self._prefix: tuple[list[int], list[torch.Tensor], list[torch.Tensor]] = ([], [], [])
+        self._asleep = False
         self._facts = {"engine": "hf", "dtype": dtype, "compute_dtype": compute_dtype, "device": device,
                        "head_dtype": head_dtype, "quantisation": quantisation}  # fmt: skip
 
@@ -175,6 +178,8 @@ class HfEngine:
         return read_only(self._bits)
 
     def apply(self, version: int, changes: Changes) -> None:
+        if self._asleep:
+            raise WeightsRefused(f"version {version} can't be applied to an engine that sleeps: wake it")
         check_changes(version, self._version, self._bits, changes)
         write_changes(self._bits, changes)
         with torch.no_grad():
@@ -189,6 +194,43 @@ class HfEngine:
                     parameter.dtype)
         self._version = version
         self._prefix = ([], [], [])  # a later request never meets another version's cached prefix
+
+    def sleep(self) -> None:
+        """Give the memory of weights, keys and values to whoever shares the device, a trainer say, until `wake`. No
+        receiver may follow an engine that sleeps. With LoRA what is adapted stays. Raises EngineError where requests
+        are active."""
+        if self.active:
+            raise EngineError(f"{self.active} requests are active: an engine can't sleep below them")
+        self._asleep = True
+        self._served, self._bits, self._cache, self._prefix = {}, {}, _RowCache(), ([], [], [])
+        for parameter in self._parameters.values():
+            parameter.data = parameter.data.new_empty(0)
+
+    @torch.no_grad()
+    def wake(self, version: int, tensors: Iterable[tuple[str, NDArray[Any]]]) -> None:
+        """Serve `version` after `sleep`. `tensors`: name and published bits of every served tensor, in any order; each
+        is copied to its place before the next is asked for. Raises WeightsRefused where they aren't those of this
+        model, and then it sleeps on."""
+        if not self._asleep:
+            raise WeightsRefused("the engine is awake: weights come by `apply`")
+        try:
+            for name, bits in tensors:
+                shape, dtype = self._shapes.get(name), BITS[DTYPES[self._dtype]]
+                fits = (bits.shape, torch.from_numpy(bits).dtype) == (shape, dtype)
+                if shape is None or name in self._served or not fits:
+                    raise WeightsRefused(f"tensor {name!r} of shape {bits.shape}, {bits.dtype} isn't one that this "
+                                         "engine lacks")  # fmt: skip
+                self._served[name] = torch.from_numpy(bits).clone().view(DTYPES[self._dtype])
+                self._bits[name] = self._served[name].view(dtype).numpy()
+                parameter = self._parameters[name]
+                parameter.data = parameter.data.new_empty(shape)
+                parameter.copy_(self._computed(name))
+            if lacking := self._shapes.keys() - self._served.keys():
+                raise WeightsRefused(f"version {version} came without {', '.join(sorted(lacking)[:3])}")
+        except BaseException:
+            self.sleep()
+            raise
+        self._version, self._asleep = version, False
 
     def _computed(self, name: str) -> torch.Tensor:
         """The values of a served tensor that the forward computes with."""
@@ -218,6 +260,8 @@ class HfEngine:
     # --- requests -------------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest) -> None:
+        if self._asleep:
+            raise EngineError(f"request {request.request_id!r}: the engine sleeps")
         if any(row.request.request_id == request.request_id for row in (*self._waiting, *self._rows)):
             raise EngineError(f"request {request.request_id!r} is already active: use another id")
         check_request(request, self._vocabulary, self._max_tokens)

@@ -28,9 +28,8 @@ from ..engines import Replica
 from ..engines.local import LocalReplica
 from ..engines.opening import EngineChoice, open_engine
 from ..engines.remote import RemoteEngine, RemoteReplica
-from ..engines.served import ModelFolder
 from ..loops import new_loop
-from ..receiver import Receiver
+from ..receiver import open_receiver
 from ..sdk import Producer
 from .app import application
 from .lessee import Gateway
@@ -58,8 +57,8 @@ class Place:
 
 
 def run_gateway(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, stop: threading.Event,
-                place: Place, choice: EngineChoice, *, name: str | None = None, threads: int | None = None
-                ) -> None:  # fmt: skip
+                place: Place, choice: EngineChoice, *, name: str | None = None, threads: int | None = None,
+                weights_socket: str | None = None) -> None:  # fmt: skip
     """Open the engine, catch up with the newest published version, then serve until `stop`. Raises SettingsError,
     ModelError, WeightsRefused, ReplicaLost where the engine failed."""
     token = admin_token(place.token_file)
@@ -76,9 +75,8 @@ def run_gateway(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettin
 
     tokenizer, engine = Tokenizer(model.path), open_engine(model, choice)
     with contextlib.closing(Producer(kafka, topics, settings, unmanaged=False, worker=name)) as producer:
-        receiver = Receiver(kafka, topics, worker=name, incarnation=producer.incarnation,
-                            initial=lambda: ModelFolder(model.path, model.dtype, model.lora).bits)  # fmt: skip
-        with contextlib.closing(receiver):
+        with open_receiver(kafka, topics, model, worker=name, incarnation=producer.incarnation,
+                           weights_socket=weights_socket) as receiver:  # fmt: skip
             if not receiver.load(engine, stop):
                 return
             updates = Updates(place.on_update, receiver, producer.to_fleet)

@@ -64,6 +64,7 @@ class Blobs:
         """All of the run's blobs. Raises BlobError, SettingsError."""
         store, path = _open(self.folder)
         try:
+            store.invalidate_cache()
             if store.exists(path):
                 store.rm(path, recursive=True)
         except Exception as error:
@@ -110,6 +111,7 @@ class WeightStore:
         address = f"{self.url.rstrip('/')}/{self._folder}"
         store, path = _open(address)
         try:
+            store.invalidate_cache()  # another process may have written since it was listed
             for folder in store.ls(path, detail=False):
                 name = folder.rstrip("/").rpartition("/")[2]
                 if name.isdigit() and int(name) < version:

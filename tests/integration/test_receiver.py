@@ -4,66 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fsspec.implementations.local import LocalFileSystem
-from numpy.typing import NDArray
 
 from headrace.producers.publications import served_state
 from headrace.producers.receiver import Receiver
 from headrace.schemas import delta
-from headrace.schemas.codec import decode
 from headrace.schemas.delta import relative
-from headrace.schemas.errors import BlobDamaged, BlobLost, DamagedWeights, WeightsRefused, WrongBase
-from headrace.schemas.events import WeightChunk
+from headrace.schemas.errors import DamagedWeights, WeightsRefused, WrongBase
 from headrace.schemas.topics import WEIGHTS, RunTopics
 from headrace.streams.log.direct import Following, HandedOver, Offering
-from headrace.streams.log.reader import beginning_offsets, end_offsets, read_range
+from headrace.streams.log.reader import beginning_offsets
 from headrace.trainer.publish import Policy
 from headrace.trainer.sending import Abandoned
 from tests.publishing import DTYPE, Publishing
-
-Arrays = dict[str, NDArray[Any]]
-Kafka = Mapping[str, Any]
-
-
-def model(seed: int = 0) -> Arrays:
-    rng = np.random.default_rng(seed)
-    shapes = {"embed": (400, 50), "norm": (50,), "mlp": (300, 100)}
-    return {name: rng.integers(0, 65536, shape).astype(np.uint16) for name, shape in shapes.items()}
-
-
-class Target:
-    """Stands for an engine: arrays that are overwritten between steps."""
-
-    def __init__(self, arrays: Arrays) -> None:
-        self.arrays, self.version = {name: bits.copy() for name, bits in arrays.items()}, 0
-        self.applied: list[int] = []
-
-    def served_arrays(self) -> Arrays:
-        return self.arrays
-
-    def apply(self, version: int, changes: Mapping[str, delta.Change]) -> None:
-        if version <= self.version:
-            raise WeightsRefused(f"version {version} can't follow {self.version}")
-        delta.write(delta.as_state(self.arrays, DTYPE), dict(changes))
-        self.version = version
-        self.applied.append(version)
-
-    def serves(self, arrays: Arrays) -> bool:
-        return all(np.array_equal(self.arrays[name], bits) for name, bits in arrays.items())
-
-
-class Source(Publishing):
-    """Of that model."""
-
-    def __init__(self, kafka: Kafka, run: str, **weights: Any) -> None:
-        super().__init__(kafka, run, arrays=model(), weights=weights)
+from tests.receiving import Kafka, Source, Target, model, receiving, until
 
 
 @pytest.fixture
@@ -71,24 +30,6 @@ def source(kafka: Kafka, run_name: str) -> Source:
     one = Source(kafka, run_name)
     one.begin()
     return one
-
-
-@contextmanager
-def receiving(source: Publishing, target: Target, **options: Any) -> Iterator[Receiver]:
-    receiver = Receiver(source.kafka, source.topics, worker="w", incarnation="i", **options)
-    try:
-        assert receiver.load(target)
-        yield receiver
-    finally:
-        receiver.close()
-
-
-def until(condition: Callable[[], bool], step: Callable[[], object], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        step()
-        time.sleep(0.01)
 
 
 def test_replica_follows_version_by_version_bit_for_bit(source: Source) -> None:
@@ -281,99 +222,6 @@ def test_served_state_gives_any_version(source: Source) -> None:
     assert all(np.array_equal(first[name], bits) for name, bits in model().items()), "what was given is left as it was"
     with pytest.raises(WrongBase):
         served_state(source.kafka, source.topics, first, 9)
-
-
-# ----------------------------------------------------------------------------------------------------- the store
-
-
-@pytest.fixture
-def stored(kafka: Kafka, run_name: str, tmp_path: Path) -> Source:
-    one = Source(kafka, run_name, store_url=(tmp_path / "store").as_uri(), snapshot_every=3)
-    one.begin()
-    return one
-
-
-def files(source: Source, version: int) -> list[Path]:
-    url = source.settings.weights.store_url
-    assert url is not None
-    folder = Path(url.removeprefix("file://")) / source.topics.run / "weights" / f"{version:08d}"
-    return sorted(folder.iterdir()) if folder.is_dir() else []
-
-
-def test_weights_lie_in_the_store_and_the_log_names_them(stored: Source) -> None:
-    target = Target(model())
-    with receiving(stored, target) as receiver:
-        stored.publish(2)
-        until(lambda: target.version == 2, lambda: receiver.apply_ready(target))
-        assert target.serves(stored.history[2])
-    name = stored.topics.name(WEIGHTS)
-    found = [decode(r.value) for r in read_range(stored.kafka, name, 0, 0, end_offsets(stored.kafka, name)[0])]
-    assert len(found) == 2
-    for version, chunk in enumerate(found, 1):
-        assert isinstance(chunk, WeightChunk) and chunk.blob is not None and chunk.data == b""
-        (file,) = files(stored, version)
-        assert file.name == chunk.blob.digest.hex() and file.stat().st_size == chunk.blob.length
-
-
-@pytest.mark.parametrize("fault", ["missing", "altered", "cut short"])
-def test_file_that_is_missing_or_damaged_is_refused_with_its_address_and_the_next_snapshot_mends_it(
-    stored: Source, fault: str
-) -> None:
-    target = Target(model())
-    stored.publish(1)
-    with receiving(stored, target) as receiver:
-        assert target.version == 1
-        honest = Policy.write
-        broken: list[Path] = []
-
-        def write(self: Policy, *makers: Any) -> Any:
-            """Before the publication is on the log, so that no receiver is faster."""
-            (file,) = files(stored, 2)
-            data = file.read_bytes()
-            file.unlink()
-            if fault != "missing":
-                file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]) if fault == "altered" else data[:-1])
-            broken.append(file)
-            return honest(self, *makers)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Policy, "write", write)
-            stored.publish(1)
-        until(lambda: bool(receiver.refusals), lambda: receiver.apply_ready(target))
-        version, error = receiver.refusals[0]
-        assert version == 2 and isinstance(error, BlobLost if fault == "missing" else BlobDamaged)
-        assert broken[0].as_uri() in str(error)
-        assert target.version == 1 and target.serves(stored.history[1])
-        stored.publish(1)  # and its snapshot
-        until(lambda: target.version == 3, lambda: receiver.apply_ready(target))
-        assert target.applied == [1, 3] and target.serves(stored.history[3])
-
-
-def test_store_that_is_away_is_asked_again(stored: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(model())
-    away = threading.Event()
-    away.set()
-
-    def cat_file(self: Any, path: str, *args: Any, **options: Any) -> bytes:
-        if away.is_set():
-            raise ConnectionError("no route to the store")
-        return Path(path).read_bytes()
-
-    monkeypatch.setattr(LocalFileSystem, "cat_file", cat_file)
-    with receiving(stored, target) as receiver:
-        stored.publish(1)
-        until(lambda: receiver.newest == 1 and receiver._said is not None, lambda: receiver.apply_ready(target))
-        assert target.version == 0 and receiver.refusals == [] and "no route" in str(receiver._said)
-        away.clear()
-        until(lambda: target.version == 1, lambda: receiver.apply_ready(target))
-
-
-def test_files_below_the_last_but_one_snapshot_are_deleted(stored: Source) -> None:
-    stored.publish(10)  # snapshots at 3, 6 and 9
-    assert [version for version in range(1, 11) if files(stored, version)] == [6, 7, 8, 9, 10]
-    target = Target(model())
-    with receiving(stored, target) as receiver:
-        assert target.version == 10 and target.serves(stored.history[10]) and receiver.refusals == []
 
 
 # -------------------------------------------------------------------------------------------------- the rate limit

@@ -291,3 +291,31 @@ def test_a_path_that_is_no_model_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
     with pytest.raises(ModelError, match="can't be loaded"):
         engine_of(tmp_path)
+
+
+def greedy(engine: HfEngine) -> list[int]:
+    engine.submit(GenerationRequest("r", prompt(engine, "one"), Sampling(1.0, 12, 0, greedy=True)))
+    return ids(finish(engine)["r"])
+
+
+def test_an_engine_asleep_holds_nothing_and_wakes_with_whole_weights_alone(model: Path) -> None:
+    engine = engine_of(model)
+    before, bits = greedy(engine), [(name, array.copy()) for name, array in engine.served_arrays().items()]
+    engine.submit(GenerationRequest("r", [1, 2], Sampling(1.0, 4, 0)))
+    with pytest.raises(EngineError, match="1 requests are active"):
+        engine.sleep()
+    engine.cancel("r")
+    with pytest.raises(WeightsRefused, match="awake"):
+        engine.wake(1, bits)
+    engine.sleep()
+    assert not any(one.untyped_storage().nbytes() for one in engine._parameters.values()) and not engine._served
+    for wrong, why in ((bits[1:], "without"), ([*bits, bits[0]], "isn't one that this engine lacks"),
+                       ([("other", bits[0][1])], "'other'"), ([(bits[0][0], bits[0][1].reshape(-1))], "shape")):
+        with pytest.raises(WeightsRefused, match=why):
+            engine.wake(1, wrong)
+        assert not engine._served, "it sleeps on"
+    with pytest.raises(EngineError, match="sleeps"):
+        engine.submit(GenerationRequest("r", [1, 2], Sampling(1.0, 4, 0)))
+    engine.wake(1, reversed(bits))
+    assert engine.version == 1 and greedy(engine) == before
+    assert all(np.array_equal(engine.served_arrays()[name], array) for name, array in bits)
