@@ -29,6 +29,7 @@ from tests.saying import SayingEngine, call
 from tests.scripted import spec
 from tests.working import Working
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "examples/terminal"
 TASK_TOML = """
@@ -91,7 +92,6 @@ def solution(task: Task) -> str:
 # ------------------------------------------------------------------------------------------------- tasks
 
 
-@pytest.mark.slow
 def test_every_task_scores_its_reference_solution_and_nothing_else(terminal: Terminal) -> None:
     names = sorted(path.parent.name for path in OWN.glob("*/task.toml"))
     assert len(names) == 6
