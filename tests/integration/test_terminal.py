@@ -1,4 +1,4 @@
-"""Terminal tasks, on every kind of sandbox: reference solutions, hostile ends, and the loop of turns in a real worker."""
+"""Terminal tasks on every kind of sandbox: reference solutions, forged verdicts, and the loop of turns in a worker."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def terminal(request: pytest.FixtureRequest) -> Iterator[Terminal]:
 
 
 def source_of(path: Path, kind: str) -> TaskSource:
-    return task_source(TaskSettings(source="terminal", path=str(path), sandbox=kind, output_bytes=400))  # type: ignore[arg-type]
+    return task_source(TaskSettings(source="terminal", path=str(path), sandbox=kind, output_bytes=400))
 
 
 def write_task(folder: Path, *, check: str = CHECK, dockerfile: str = "", agent: float = 300.0) -> Path:
