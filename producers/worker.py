@@ -47,6 +47,7 @@ from headrace.streams.log.direct import Following, HandedOver
 from headrace.streams.log.policy import Schemas
 from headrace.streams.log.reader import Reader, end_offsets
 
+from .alignment import Prober
 from .engines import Engine, Progress, Sampling
 from .engines.opening import EngineChoice, open_engine
 from .environments.host import EnvironmentHost, Reply
@@ -85,6 +86,7 @@ class Worker:
         self._pace = Pace()
         self._update = UpdatePolicy.of(settings.weights)
         self._fence = Fence(settings.weights.fence_after_s)
+        self._prober = Prober(settings.alignment, settings.rollout.temperature)
         self._fingerprint = engine.fingerprint()
         self._gpus = int(self._fingerprint.get("device", "").startswith("cuda"))
         self._counters: dict[str, float] = collections.defaultdict(float)
@@ -111,7 +113,8 @@ class Worker:
         self._take_replies(0.0 if self._decoding or not self._asked else IDLE_WAIT_S)
         applied_s = self._take_weights()
         self._begin()
-        progress = self._engine.step()
+        self._probe()
+        progress = [one for one in self._engine.step() if not self._prober.took(one)]
         for one in progress:
             self._progressed(one)
         if progress:
@@ -253,6 +256,8 @@ class Worker:
         """Seconds that it took to apply what has come."""
         began, ready = time.monotonic(), self._receiver.ready
         if ready and not self._reserved and self._update.applies(len(self._decoding)):
+            for request in self._prober.give_up():
+                self._engine.cancel(request)
             if self._update.aborts:
                 for job in list(self._decoding.values()):
                     self._hand_back(job, REASON_WEIGHTS)
@@ -287,6 +292,19 @@ class Worker:
         self._scheduler.observe(EngineLoad(min(active, capacity), max(0, active - capacity), capacity))
         for key in self._scheduler.starts(self._may_begin):
             self._submit(self._jobs[key])
+
+    def _probe(self) -> None:
+        """Beside the work, at versions that are to be probed; and tell of what has come."""
+        probe = self._prober.result(self.name, self.incarnation, self._fingerprint)
+        if probe is not None:
+            self._put_fleet(probe)
+        if self._receiver.ready or self._draining:
+            return
+        for request in self._prober.begin(self._engine.version, self._engine.eos_ids):
+            try:
+                self._engine.submit(request)
+            except EngineError:
+                self._prober.refused(request.request_id)
 
     def _may_begin(self, key: SlotKey) -> bool:
         job = self._jobs[key]
@@ -330,7 +348,7 @@ class Worker:
             if job.cache_version is None:
                 job.cache_version = one.version
                 job.writer.cached(one.version)
-            job.writer.model(one.token_ids, one.logprobs, one.version)
+            job.writer.model(one.token_ids, one.logprobs, one.version, experts=one.experts)
         job.tokens += one.token_ids.tolist()
         self._counters["sampled_tokens"] += len(one.token_ids)
         if one.finished == "lost":
@@ -346,6 +364,7 @@ class Worker:
             reason = REASON_BUDGET_SPENT
         job.writer.timed(job.decoded(now, reason, self._pace))
         job.writer.flush(reason)
+        self._prober.served(job.prompt, job.tokens)
         del self._decoding[job.request]
         number = self._host.ask_score(job.lease.task, self._text(job), self._settings.rollout.score_timeout_s)
         self._asked[number] = [job]
