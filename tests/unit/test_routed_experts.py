@@ -127,7 +127,8 @@ def test_mismatch_of_other_choices_is_gone_where_they_are_replayed(model: Path) 
         ((own,), (replayed,)) = apart[False].lags, apart[True].lags
         assert own.max_abs > 0.02 and own.second_moment > 1e-5
         assert replayed.max_abs < 1e-5
-        assert apart[True].alignment is not None and apart[True].alignment.kind == "aligned"
+        verdict = apart[True].alignment
+        assert verdict is not None and verdict.kind == "aligned"
 
 
 def test_gradients_reach_the_gates_through_the_replayed_choices(model: Path) -> None:
