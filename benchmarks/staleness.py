@@ -56,7 +56,7 @@ def measure(options: argparse.Namespace, result: Result) -> None:
     until = 10.0 if options.quick else options.time
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         if options.smollm2:
-            pretrained(options.versions, result)
+            pretrained(3 if options.quick else options.versions, result)
             return
         model = tiny_model(Path(folder) / "model", seed=1, hidden=32)
         found = forecasts(model, seeds, until, result)

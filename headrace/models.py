@@ -86,7 +86,8 @@ def smollm2(cache_dir: Path) -> Path:
 
 def tiny_model(path: Path, seed: int = 0, kind: str = "llama", hidden: int = 64, layers: int = 2) -> Path:
     """A random model below a million parameters with a byte-level tokenizer of 256 bytes and three special tokens, for
-    tests. `kind` is llama, qwen2, qwen3 or gpt2; float32, tied embeddings."""
+    tests. `kind` is llama, qwen2, qwen3, gpt2, or with 8 experts, of which a token goes through 2, qwen3_moe or
+    mixtral; float32, tied embeddings."""
     if path.is_dir():
         return path
     import torch
@@ -115,8 +116,12 @@ def tiny_model(path: Path, seed: int = 0, kind: str = "llama", hidden: int = 64,
     }
     if kind == "gpt2":
         shape = {"n_embd": hidden, "n_layer": layers, "n_head": 4, "n_positions": 1024}
-    elif kind == "qwen3":
+    elif kind == "mixtral":
+        shape |= {"num_local_experts": 8, "num_experts_per_tok": 2}
+    elif kind in ("qwen3", "qwen3_moe"):
         shape["head_dim"] = hidden // 4
+    if kind == "qwen3_moe":
+        shape |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
     config = AutoConfig.for_model(
         kind,
         **shape,

@@ -21,7 +21,16 @@ from numpy.typing import ArrayLike, NDArray
 from headrace.schemas.codec import encode
 from headrace.schemas.columns import pack_float32, pack_ids
 from headrace.schemas.errors import AttemptOver, Backpressure, InvalidRecord, RecordTooLarge
-from headrace.schemas.events import Blob, EpisodeEnded, EpisodeStarted, Event, Span, VersionRun
+from headrace.schemas.events import (
+    Blob,
+    EpisodeEnded,
+    EpisodeStarted,
+    Event,
+    RoutedExperts,
+    Span,
+    VersionRun,
+    routed_experts,
+)
 from headrace.schemas.outcomes import REASON_DELIVERY_FAILED, Boundary, Outcome, Source
 from headrace.schemas.topics import RECORD_BYTES
 
@@ -71,6 +80,7 @@ class _Open:
     versions: list[list[int]] = field(default_factory=list)  # [version, count]
     parent: int = -1
     trains: bool = True
+    experts: list[NDArray[np.int16]] = field(default_factory=list)  # one item for each of `logprobs`, or none
 
 
 class EpisodeWriter:
@@ -110,11 +120,12 @@ class EpisodeWriter:
                                  json.dumps(dict(engine), sort_keys=True), temperature, top_p, top_k, max_new_tokens,
                                  seed, now if started_ms is None else started_ms))  # fmt: skip
 
-    def model(self, tokens: ArrayLike, logprobs: ArrayLike, version: int, *, parent: int = -1,
-              trains: bool = True) -> None:  # fmt: skip
+    def model(self, tokens: ArrayLike, logprobs: ArrayLike, version: int, *, parent: int = -1, trains: bool = True,
+              experts: NDArray[np.int16] | None = None) -> None:  # fmt: skip
         """Tokens int [n] that policy `version` sampled, with their processed log-probabilities float [n], nats.
         `parent`: the span that they continue, as `cut` named it (0: the episode's root), where it isn't the one before.
-        Without `trains` they are masked: counted, and never trained on.
+        Without `trains` they are masked: counted, and never trained on. experts int16 [m, layers, each], m >= n: as an
+        engine's `Progress` has them.
 
         Raises InvalidRecord where one is missing, not finite, or positive.
         """
@@ -126,7 +137,9 @@ class EpisodeWriter:
             raise InvalidRecord(f"{self.attempt}: model tokens need a finite log-probability of at most 0 each")
         if version < 0:
             raise InvalidRecord(f"{self.attempt}: model tokens need the policy version that sampled them")
-        self._take(Source.MODEL, ids, values, version, parent=parent, trains=trains)
+        if experts is not None and (experts.ndim != 3 or len(experts) < len(ids)):
+            raise InvalidRecord(f"{self.attempt}: the experts of {len(ids)} tokens have the shape {experts.shape}")
+        self._take(Source.MODEL, ids, values, version, parent=parent, trains=trains, experts=experts)
 
     def context(self, tokens: ArrayLike, source: Source, detail: str | None = None, *, ends_turn: bool = False,
                 parent: int = -1) -> None:  # fmt: skip
@@ -140,8 +153,8 @@ class EpisodeWriter:
         self._take(source, np.atleast_1d(np.asarray(tokens)), None, -1, detail, ends_turn, parent=parent)
 
     def _take(self, source: Source, ids: NDArray[Any], logprobs: NDArray[np.float32] | None, version: int,
-              detail: str | None = None, ends_turn: bool = False, *, parent: int = -1,
-              trains: bool = True) -> None:  # fmt: skip
+              detail: str | None = None, ends_turn: bool = False, *, parent: int = -1, trains: bool = True,
+              experts: NDArray[np.int16] | None = None) -> None:  # fmt: skip
         self._settle()  # Backpressure from here: nothing of this call has been taken
         blob = None
         if detail is not None:
@@ -161,6 +174,9 @@ class EpisodeWriter:
             open_span.tokens.append(ids[begin:end])
             if logprobs is not None and end > begin:
                 open_span.logprobs.append(logprobs[begin:end])
+                if experts is not None:  # the last row is of the last token but one
+                    before = len(experts) - len(ids)
+                    open_span.experts.append(experts[before + begin if begin else 0 : before + end])
                 if open_span.versions and open_span.versions[-1][0] == version:
                     open_span.versions[-1][1] += end - begin
                 else:
@@ -281,7 +297,7 @@ class EpisodeWriter:
                     len(tokens), tuple(VersionRun(version, count) for version, count in span.versions), stop_reason,
                     None, span.detail, self._timings, pack_ids(tokens),
                     pack_float32(np.concatenate(span.logprobs)) if model else None,
-                    None if span.trains else bytes(len(tokens)), None, blob, cache)  # fmt: skip
+                    None if span.trains else bytes(len(tokens)), None, blob, cache, _routed(span))  # fmt: skip
 
     def _settle(self) -> None:
         """Send what waits, in order. Raises Backpressure; what could not leave still waits."""
@@ -310,6 +326,15 @@ class EpisodeWriter:
                                  "lie beside the log, or shorten it; nothing of it was written")  # fmt: skip
         changes: dict[str, Any] = {name: None, "blob": self._blobs(data)}
         return replace(event, **changes)
+
+
+def _routed(span: _Open) -> RoutedExperts | None:
+    """Where it was recorded for all of the span's tokens: as much of it, from the end, as leaves room in a record."""
+    if not span.experts or len(span.experts) < len(span.logprobs):
+        return None
+    rows = np.concatenate(span.experts)
+    most = RECORD_BYTES // 2 // (2 * rows.shape[1] * rows.shape[2])
+    return routed_experts(rows[-most:]) if most else None
 
 
 def delivery_failed(attempt: Attempt, sequence: int, why: str) -> EpisodeEnded:

@@ -48,6 +48,7 @@ from headrace.streams.log.blobs import open_blobs
 from headrace.streams.log.policy import Schemas
 from headrace.streams.log.reader import Reader, end_offsets
 
+from .alignment import Prober
 from .engines import Engine, Progress, Sampling
 from .engines.opening import EngineChoice, open_engine
 from .environments.host import EnvironmentHost, Failed, Reply
@@ -92,6 +93,7 @@ class Worker:
         self._pace = Pace()
         self._update = UpdatePolicy.of(settings.weights)
         self._fence = Fence(settings.weights.fence_after_s)
+        self._prober = Prober(settings.alignment, settings.rollout.temperature)
         self._fingerprint = engine.fingerprint()
         self._gpus = int(self._fingerprint.get("device", "").startswith("cuda"))
         self._counters: dict[str, float] = collections.defaultdict(float)
@@ -118,7 +120,8 @@ class Worker:
         self._take_replies(0.0 if self._decoding or not self._asked else IDLE_WAIT_S)
         applied_s = self._take_weights()
         self._begin()
-        progress = self._engine.step()
+        self._probe()
+        progress = [one for one in self._engine.step() if not self._prober.took(one)]
         for one in progress:
             self._progressed(one)
         if progress:
@@ -288,6 +291,8 @@ class Worker:
         """Seconds that it took to apply what has come."""
         began, ready = time.monotonic(), self._receiver.ready
         if ready and not self._reserved and self._update.applies(len(self._decoding)):
+            for request in self._prober.give_up():
+                self._engine.cancel(request)
             if self._update.aborts:
                 for job in list(self._decoding.values()):
                     self._hand_back(job, REASON_WEIGHTS)
@@ -323,6 +328,19 @@ class Worker:
                                 None if self._tools is None else self._tools.sessions.free)  # fmt: skip
         for key in self._scheduler.starts(self._may_begin):
             self._submit(self._jobs[key])
+
+    def _probe(self) -> None:
+        """Beside the work, at versions that are to be probed; and tell of what has come."""
+        probe = self._prober.result(self.name, self.incarnation, self._fingerprint)
+        if probe is not None:
+            self._put_fleet(probe)
+        if self._receiver.ready or self._draining:
+            return
+        for request in self._prober.begin(self._engine.version, self._engine.eos_ids):
+            try:
+                self._engine.submit(request)
+            except EngineError:
+                self._prober.refused(request.request_id)
 
     def _may_begin(self, key: SlotKey) -> bool:
         job = self._jobs[key]
@@ -369,7 +387,7 @@ class Worker:
             if job.cache_version is None:
                 job.cache_version = one.version
                 job.writer.cached(one.version)
-            job.writer.model(one.token_ids, one.logprobs, one.version)
+            job.writer.model(one.token_ids, one.logprobs, one.version, experts=one.experts)
         job.tokens += one.token_ids.tolist()
         self._counters["sampled_tokens"] += len(one.token_ids)
         if one.finished == "lost":
@@ -386,6 +404,7 @@ class Worker:
         job.writer.timed(job.decoded(now, reason, self._pace))
         end = job.writer.cut(reason)
         job.writer.flush()
+        self._prober.served(job.prompt, job.tokens)
         del self._decoding[job.request]
         if self._tools is not None:
             self._goes_on(job, self._tools.turn_over(job, self._text(job), reason, end))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+Int16 = NDArray[np.int16]
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 

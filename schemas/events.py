@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
-from .columns import Float32, Int32, unpack_float32, unpack_ids
+from .columns import Float32, Int16, Int32, unpack_float32, unpack_ids
 from .errors import InvalidRecord
 from .outcomes import Source
 
@@ -90,6 +90,36 @@ class VersionRun:
 
     version: int
     count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """The experts that an engine's routers chose for `rows` consecutive tokens, in each of `layers` layers `each` of
+    them. data: row after row, in a row layer after layer; uint8, or uint16 where one is above 255.
+
+    On a span of n tokens the last row is that of its last token but one (what comes out of it samples the last token),
+    and the others are those before it, context that was computed for the span's first token included."""
+
+    rows: int
+    layers: int
+    each: int
+    data: bytes
+
+    def column(self) -> Int16:
+        """int16 [rows, layers, each]. Raises InvalidRecord where the data isn't of that size."""
+        size = self.rows * self.layers * self.each
+        if min(self.rows, self.layers, self.each) < 1 or len(self.data) not in (size, 2 * size):
+            raise InvalidRecord(f"a column of {len(self.data)} bytes is not the routing of {self.rows} tokens through "
+                                f"{self.each} experts in each of {self.layers} layers")  # fmt: skip
+        flat = np.frombuffer(self.data, np.uint8 if len(self.data) == size else "<u2")
+        return flat.astype(np.int16).reshape(self.rows, self.layers, self.each)
+
+
+def routed_experts(rows: Int16) -> RoutedExperts:
+    """Of int [rows, layers, each]."""
+    count, layers, each = rows.shape
+    wide = int(rows.max(initial=0)) > 255
+    return RoutedExperts(count, layers, each, np.ascontiguousarray(rows, "<u2" if wide else np.uint8).tobytes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +283,7 @@ class Span:
     blob: Blob | None = None  # the text of `detail` (UTF-8), which is null then
     # The version whose weights computed the oldest cached keys that these tokens were sampled on; null: each its own.
     cache_version: int | None = None
+    experts: RoutedExperts | None = None  # null: not recorded
 
     def token_ids(self) -> Int32:
         """int32[count]."""
@@ -280,9 +311,11 @@ class Span:
             if column is not None and len(column) != width * self.count:
                 raise InvalidRecord(f"the column {name} has {len(column)} bytes for {self.count} tokens")
         if self.source != Source.MODEL:
-            if self.versions or self.logprobs is not None:
-                raise InvalidRecord(f"a {self.source} span carries logprobs or policy versions")
+            if self.versions or self.logprobs is not None or self.experts is not None:
+                raise InvalidRecord(f"a {self.source} span carries logprobs, policy versions or experts")
             return
+        if self.experts is not None:
+            self.experts.column()
         if self.logprobs is None or len(self.logprobs) != 4 * self.count:
             raise InvalidRecord("model tokens without a behaviour logprob each are refused")
         # The last quarter of the column holds these bytes: where all are plain, no value needs to be looked at.
@@ -368,6 +401,7 @@ class PayloadSpan:
     tokens: bytes
     logprobs: bytes | None
     mask: bytes | None
+    experts: RoutedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -592,6 +626,19 @@ class Alignment:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaAlignment:
+    """The trainer's verdict on an `AlignmentProbe`: `prefill` on the first token of each of its continuations, `decode`
+    on the others (null: it has none)."""
+
+    worker: str
+    incarnation: str
+    version: int  # which it sampled, and by whose served weights the trainer judged
+    engine: str  # JSON: the engine's fingerprint
+    prefill: Alignment | None
+    decode: Alignment | None
+
+
+@dataclass(frozen=True, slots=True)
 class Version(Authored):
     """A committed version. Version 0 has neither batch nor parent (-1)."""
 
@@ -613,6 +660,7 @@ class Version(Authored):
     rho_noise: Finite = 0.0  # RMS difference of two equivalent forwards on the probe, nats: what was removed
     realised: tuple[RealisedDrift, ...] = ()  # of its batch, by the version that sampled, ascending
     alignment: Alignment | None = None  # null: its batch had no episode of its target version alone
+    replicas: tuple[ReplicaAlignment, ...] = ()  # probes that were judged while it was made, of earlier versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -759,6 +807,45 @@ class PublicationClock:
 
 
 @dataclass(frozen=True, slots=True)
+class AlignmentProbe:
+    """What one replica sampled of `version` beside its work, under no lease and in no group, for the trainer to
+    compare. It continues contexts that it served before: continuation i has `contexts[i]` tokens of context and
+    `counts[i]` sampled ones, the first by a prefill and the others by decoding.
+
+    tokens: ids, context and sampled, continuation after continuation. logprobs: float32[sum of counts], nats, as the
+    engine reports them."""
+
+    worker: str
+    incarnation: str
+    version: int
+    engine: str  # JSON: fingerprint
+    temperature: Finite
+    contexts: tuple[int, ...]
+    counts: tuple[int, ...]
+    sampled_ms: int
+    tokens: bytes
+    logprobs: bytes
+
+    def continuations(self) -> list[tuple[Int32, Int32, Float32]]:
+        """Of each: context int32[c], sampled tokens int32[n], their logprobs float32[n]. Raises InvalidRecord where the
+        columns contradict each other."""
+        try:
+            ids = unpack_ids(self.tokens, sum(self.contexts) + sum(self.counts))
+            logprobs = unpack_float32(self.logprobs)
+        except ValueError as error:
+            raise InvalidRecord(f"an alignment probe of {self.worker}: {error}") from error
+        plain = len(self.contexts) == len(self.counts) and min(*self.contexts, *self.counts, 1, 1) > 0
+        if not plain or len(logprobs) != sum(self.counts):
+            raise InvalidRecord(f"an alignment probe of {self.worker}: its columns contradict each other")
+        out, at, done = [], 0, 0
+        for context, count in zip(self.contexts, self.counts, strict=True):
+            end = at + context + count
+            out.append((ids[at : at + context], ids[at + context : end], logprobs[done : done + count]))
+            at, done = end, done + count
+        return out
+
+
+@dataclass(frozen=True, slots=True)
 class FleetTick:
     """The coordinator's beat: `fleet` has a clock while no worker is heard."""
 
@@ -802,7 +889,7 @@ Event = (
     Lease | LeaseEnded | EpisodeStarted | Span | EpisodeEnded | Exhausted | Tick | SampleChunk | GroupPayload
     | AttemptEnded | GroupClosed | Addendum | Position | Manifest | Disposed | RunCreated | SchemaAdded
     | SettingsChanged | Version | Publication | WeightChunk | Heartbeat | HandBack | LeaseRequest | PublicationClock
-    | FleetTick | Score | DeadLetter | Reconciled | Derived
+    | FleetTick | Score | DeadLetter | Reconciled | Derived | AlignmentProbe
 )  # fmt: skip
 
 
@@ -817,7 +904,8 @@ class Kinds:
         "batches": (Manifest, Disposed),
         "policy": (RunCreated, SchemaAdded, SettingsChanged, Version, Publication, Reconciled, Derived),
         "weights": (WeightChunk,),
-        "fleet": (Heartbeat, HandBack, LeaseRequest, PublicationClock, FleetTick),
+        "fleet": (Heartbeat, HandBack, LeaseRequest, PublicationClock, FleetTick,
+                  AlignmentProbe),
         "evals": (Score,),
         "deadletter": (DeadLetter,),
     }

@@ -43,7 +43,8 @@ class EpisodeColumns:
 def payload_span(span: Span) -> PayloadSpan:
     """The span without what names its attempt; columns are shared, not copied."""
     return PayloadSpan(
-        span.source, span.turn, span.parent, span.count, span.versions, span.tokens, span.logprobs, span.mask
+        span.source, span.turn, span.parent, span.count, span.versions, span.tokens, span.logprobs, span.mask,
+        span.experts
     )
 
 
@@ -101,6 +102,27 @@ def _hashed_parts(payload: GroupPayload) -> Iterator[bytes]:
         yield b"".join([_RUN.pack(*run) for run in _merged(run for span in spans for run in _trainable_runs(span))])
         if branches := _branches(spans):
             yield branches
+        if routed := _routed(spans):
+            yield routed
+
+
+def _routed(spans: Sequence[PayloadSpan]) -> bytes:
+    """The recorded routing: a word, layers and experts in each, runs of (place of the first row in the episode, rows),
+    neighbours joined, and all rows as uint16."""
+    if all(span.experts is None for span in spans):
+        return b""
+    ends = itertools.accumulate(span.count for span in spans)
+    recorded = [(end, span.experts) for end, span in zip(ends, spans, strict=True) if span.experts is not None]
+    runs: list[list[int]] = []
+    for end, experts in recorded:
+        first = end - 1 - experts.rows
+        if runs and sum(runs[-1]) == first:
+            runs[-1][1] += experts.rows
+        else:
+            runs.append([first, experts.rows])
+    shape = _RUN.pack(recorded[0][1].layers, recorded[0][1].each)
+    data = [experts.column().astype("<u2").tobytes() for _, experts in recorded]
+    return b"experts" + shape + b"".join(_RUN.pack(*run) for run in runs) + b"".join(data)
 
 
 def _branches(spans: Sequence[PayloadSpan]) -> bytes:

@@ -69,6 +69,9 @@ class ModelSettings(Section):
     )
     train_quantised: bool = Field(False, description="the trainer's forward computes on that grid too; gradients pass "
                                                      "straight through to the masters")  # fmt: skip
+    replay_routing: bool = Field(False, description="mixture of experts: the engine (`hf`) records which experts each "
+                                                    "token goes through, and the trainer's forward takes the "
+                                                    "same")  # fmt: skip
     max_length: Positive = Field(2048, description="prompt and completion together, tokens")
     lora: LoraSettings | None = Field(None, description="train a LoRA adapter (engine `hf`); none: all weights")
 
@@ -313,6 +316,17 @@ class OptimizerSettings(Section):
                                                            "time")  # fmt: skip
 
 
+class AlignmentSettings(Section):
+    every: Annotated[int, Field(ge=0)] = Field(10, description="each replica is probed at every so many versions, "
+                                                               "from version 0 on; 0: never")  # fmt: skip
+    contexts: Positive = Field(8, description="of what it served before, which a probe continues")
+    tokens: Positive = Field(8, description="that it samples after each of them")
+
+    def probes(self, version: int) -> bool:
+        """Whether replicas are probed at this version."""
+        return self.every > 0 and version % self.every == 0
+
+
 class WeightSettings(Section):
     """How versions travel to the engines, and what becomes of running requests."""
 
@@ -384,6 +398,7 @@ class RunSettings(Section):
     reuse: ReuseSettings = ReuseSettings()
     loss: LossSettings = LossSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
+    alignment: AlignmentSettings = AlignmentSettings()
     weights: WeightSettings = WeightSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     log: LogSettings = LogSettings()

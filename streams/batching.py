@@ -115,16 +115,14 @@ class Batching:
             target = self.batch
             if settings.staleness.on_stale == "wait":  # what the next batch couldn't train any more goes into this one
                 self.candidates.sort(key=lambda one: not self._pushes(_versions(one), target, settings))
-            taken: list[tuple[Candidate, list[_Segment]]] = []
-            for candidate in list(self.candidates):
-                if len(taken) == settings.batch.groups:
-                    break
+            left: list[tuple[Candidate, list[_Segment]]] = []
+            for candidate in self.candidates:  # all of them, so that each stale one gives its place back now
                 segments = self._segments(candidate.closure, target, settings)
                 if any(segment.staleness.weight > 0 for segment in segments):
-                    taken.append((candidate, segments))
+                    left.append((candidate, segments))
                 else:
-                    self.candidates.remove(candidate)
                     out.append(self._dispose(candidate, Disposition.STALE, _stale(segments), target))
+            self.candidates, taken = [candidate for candidate, _ in left], left[: settings.batch.groups]
             if not taken or len(taken) < settings.batch.groups and not last:
                 break
             if settings.staleness.on_stale == "wait" and self._pushes(open_since, target, settings):

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Strand:
-    """Tokens in one context: as the same fields of `Episode`."""
+    """Tokens in one context: as the same fields of `Episode`. experts int16 [p + n, layers, each]: which experts of a
+    mixture each of its tokens went through, prompt included, -1 where that wasn't recorded; None: nowhere."""
 
     prompt: NDArray[np.int32]
     tokens: NDArray[np.int32]
@@ -31,6 +32,7 @@ class Strand:
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     weights: NDArray[np.float32]
+    experts: NDArray[np.int16] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Episode:
     `counted` episodes form the baseline and are trained on; the others (infra failures, surplus reserves) are left out
     of everything. `reward` may be None only where `counted` is False. `branches` are further strands, each with the
     whole context that it continues as its prompt; a sampled token stands in the tokens of exactly one strand.
-    `dropped`: it isn't counted because it is stale.
+    `dropped`: it isn't counted because it is stale. `experts` are as of `Strand`.
     """
 
     slot: int
@@ -58,6 +60,7 @@ class Episode:
     temperature: float
     branches: tuple[Strand, ...] = ()
     dropped: bool = False
+    experts: NDArray[np.int16] | None = None
 
     @property
     def strands(self) -> tuple[Episode | Strand, ...]:
@@ -88,7 +91,8 @@ class MicroBatch:
     visible[segment[i], segment[j]].
     keep int64 [k]: the row index whose hidden state predicts each scored token; targets int64 [k]; temperature,
     behaviour, weights float32 [k]; versions int32 [k]; episode int64 [k]: index into the batch's counted episodes;
-    offset int64 [k]: index into that episode's tokens, strand after strand.
+    offset int64 [k]: index into that episode's tokens, strand after strand. experts int16 [t, layers, each]: to be
+    taken by the routers (-1: they choose); None: they choose all.
     """
 
     ids: NDArray[np.int64]
@@ -103,6 +107,7 @@ class MicroBatch:
     versions: NDArray[np.int32]
     episode: NDArray[np.int64]
     offset: NDArray[np.int64]
+    experts: NDArray[np.int16] | None = None
 
 
 def counted(groups: Sequence[Group]) -> list[tuple[Group, Episode]]:
@@ -219,7 +224,25 @@ class _Row:
             versions=column("versions", np.int32),
             episode=np.concatenate(episodes),
             offset=np.concatenate([one.first + o for one, o in zip(self.siblings, offsets, strict=True)]),
+            experts=self._experts(stem, int(sum(lengths))),
         )
+
+    def _experts(self, stem: int, size: int) -> NDArray[np.int16] | None:
+        """[size, layers, each], piece after piece; of a prompt that siblings share, the first one's."""
+        shapes = [one.strand.experts.shape[1:] for one in self.siblings if one.strand.experts is not None]
+        if not shapes:
+            return None
+        first = {one.prompt: one.strand for one in reversed(self.siblings)}
+        pieces = [(self.siblings[0].strand, 0, stem)]
+        pieces += [(first[number], stem, len(prompt)) for number, prompt in enumerate(self.prompts.values())]
+        pieces += [(one.strand, len(one.strand.prompt), len(one.strand.prompt) + len(_tail(one.strand)))
+                   for one in self.siblings]  # fmt: skip
+        found, at = np.full((size, *shapes[0]), -1, np.int16), 0
+        for strand, start, end in pieces:
+            if strand.experts is not None:
+                found[at : at + end - start] = strand.experts[start:end]
+            at += end - start
+        return found
 
 
 def _common(stem: NDArray[np.int32] | None, prompt: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.settings import ModelSettings
 
+from .alignment import Verdict
 from .batches import Episode, Group, Strand
 from .ranks import Ranks
 from .report import StepReport
@@ -30,7 +31,7 @@ from .reused import Reused
 from .step import TrainState
 from .weighing import StepSettings
 
-COLUMNS = ("prompt", "tokens", "mask", "logprobs", "versions", "weights")
+COLUMNS = ("prompt", "tokens", "mask", "logprobs", "versions", "weights", "experts")
 SETTINGS = TypeAdapter(StepSettings)
 
 
@@ -48,6 +49,15 @@ class Led:
         if self._ranks.size > 1:
             self._ranks.say(train_word(groups, target, settings, reused))
         return self.state.train_batch(groups, target, settings, reused)
+
+    def keep_served(self) -> None:
+        self._ranks.say(_word("keep"))
+        self.state.keep_served()
+
+    def align(self, probes: Sequence[Group], settings: StepSettings) -> list[tuple[Verdict | None, Verdict | None]]:
+        if self._ranks.size > 1:
+            self._ranks.say(train_word(probes, 0, settings, (), "align"))
+        return self.state.align(probes, settings)
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         self.state.check_state(tensors, metadata)
@@ -73,6 +83,11 @@ def follow(ranks: Ranks) -> None:
         assert state is not None
         if heard["do"] == "load":
             state.load_state({}, heard["state"])
+        elif heard["do"] == "keep":
+            state.keep_served()
+        elif heard["do"] == "align":
+            groups, _, settings, _ = told(message)
+            state.align(groups, settings)
         else:
             groups, state.version, settings, reused = told(message)  # the count is rank 0's to keep
             try:
@@ -84,7 +99,7 @@ def follow(ranks: Ranks) -> None:
 def _state(model: ModelSettings, recompute: bool, ranks: Ranks) -> TrainState:
     return TrainState(model.path, model.dtype, model.compute_dtype, head_dtype=model.head_dtype,
                       quantisation=model.quantisation if model.train_quantised else "none", lora=model.lora,
-                      recompute=recompute, ranks=ranks)  # fmt: skip
+                      recompute=recompute, replay_routing=model.replay_routing, ranks=ranks)  # fmt: skip
 
 
 def _word(what: str, tensors: Mapping[str, NDArray[Any]] | None = None, **said: Any) -> bytes:
@@ -106,14 +121,16 @@ class _Columns:
 
     def put(self, one: Episode | Strand) -> int:
         number, self.count = self.count, self.count + 1
-        self.tensors |= {f"{number}.{name}": np.ascontiguousarray(getattr(one, name)) for name in COLUMNS}
+        self.tensors |= {f"{number}.{name}": np.ascontiguousarray(column) for name in COLUMNS
+                         if (column := getattr(one, name)) is not None}  # fmt: skip
         return number
 
     def of(self, number: int) -> dict[str, Any]:
-        return {name: self.tensors[f"{number}.{name}"] for name in COLUMNS}
+        return {name: self.tensors.get(f"{number}.{name}") for name in COLUMNS}
 
 
-def train_word(groups: Sequence[Group], target: int, settings: StepSettings, reused: Sequence[Reused]) -> bytes:
+def train_word(groups: Sequence[Group], target: int, settings: StepSettings, reused: Sequence[Reused],
+               what: str = "train") -> bytes:  # fmt: skip
     """What rank 0 tells the others of a step: settings as JSON, columns as safetensors."""
     columns = _Columns({})
 
@@ -124,7 +141,7 @@ def train_word(groups: Sequence[Group], target: int, settings: StepSettings, reu
 
     said = [{"group": group.group_id, "episodes": [plain(one) for one in group.episodes]} for group in groups]
     again = [{"group": one.group_id, "episode": plain(one.episode), "advantage": one.advantage} for one in reused]
-    return _word("train", columns.tensors, groups=said, reused=again, target=target, settings=asdict(settings))
+    return _word(what, columns.tensors, groups=said, reused=again, target=target, settings=asdict(settings))
 
 
 def told(message: bytes) -> tuple[list[Group], int, StepSettings, list[Reused]]:

@@ -7,6 +7,7 @@ was compacted trains the summary after the long context, and what follows after 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,10 +23,12 @@ from .batches import Episode, Strand
 @dataclass(frozen=True, slots=True)
 class _Run:
     """Spans that continue one another: `before`, the context that they continue, and their `own` tokens, as indices of
-    the episode's tokens in the log's order."""
+    the episode's tokens in the log's order. `experts`: where their routing was recorded, of both one after the other
+    (-1: not there)."""
 
     before: NDArray[np.int64]
     own: NDArray[np.int64]
+    experts: NDArray[np.int16] | None = None
 
 
 def laid_out(recorded: PayloadEpisode) -> Episode:
@@ -45,6 +48,7 @@ def laid_out(recorded: PayloadEpisode) -> Episode:
         counted=True,
         temperature=recorded.temperature,
         branches=tuple(branches),
+        experts=head.experts,
     )
 
 
@@ -55,6 +59,7 @@ def _runs(recorded: PayloadEpisode) -> list[_Run]:
     nothing = np.zeros(0, np.int64)
     starts, befores = [0], [nothing]  # of runs: the first token, and the context
     run_of: list[int] = []  # of spans
+    routed: list[list[_Rows]] = [[]]  # of runs
     for i, span in enumerate(recorded.spans):
         parent = i if span.parent == -1 else span.parent
         if not 0 <= parent <= i:
@@ -67,9 +72,33 @@ def _runs(recorded: PayloadEpisode) -> list[_Run]:
                 before = np.concatenate([befores[run], np.arange(starts[run], bounds[parent])])
             starts.append(int(bounds[i]))
             befores.append(before)
+            # What was computed for the context is what the new run goes on from.
+            routed.append([(first, rows[: max(0, len(before) - first)]) for first, rows in routed[run]]
+                          if parent else [])  # fmt: skip
         run_of.append(len(starts) - 1)
+        if span.experts is not None:
+            end = len(befores[-1]) + int(bounds[i + 1]) - starts[-1] - 1
+            column = span.experts.column()
+            rows = column[max(0, len(column) - end) :]
+            routed[-1].append((end - len(rows), rows))
     ends = [*starts[1:], int(bounds[-1])]
-    return [_Run(before, np.arange(start, end)) for before, start, end in zip(befores, starts, ends, strict=True)]
+    return [_Run(before, np.arange(start, end), _placed(rows, len(before) + end - start))
+            for before, start, end, rows in zip(befores, starts, ends, routed, strict=True)]  # fmt: skip
+
+
+_Rows = tuple[int, NDArray[np.int16]]  # the place of the first one among a run's context and own tokens, and all
+
+
+def _placed(routed: Sequence[_Rows], size: int) -> NDArray[np.int16] | None:
+    if not any(len(rows) for _, rows in routed):
+        return None
+    found = np.full((size, *routed[0][1].shape[1:]), -1, np.int16)
+    for first, rows in routed:
+        if rows.shape[1:] != found.shape[1:]:
+            raise InvalidRecord(f"its tokens went through models of different shapes: {rows.shape[1:]} and "
+                                f"{found.shape[1:]} experts")  # fmt: skip
+        found[first : first + len(rows)] = rows
+    return found
 
 
 def _strand(slot: int, columns: EpisodeColumns, run: _Run) -> Strand:
@@ -86,4 +115,5 @@ def _strand(slot: int, columns: EpisodeColumns, run: _Run) -> Strand:
         logprobs=columns.logprobs[own],
         versions=columns.versions[own],
         weights=columns.trainable[own].astype(np.float32),
+        experts=run.experts,
     )

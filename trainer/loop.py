@@ -27,7 +27,7 @@ from headrace.schemas.errors import (
     ReplayMismatch,
     SettingsError,
 )
-from headrace.schemas.events import FORK, Derived, GroupCount, Reconciled, Version
+from headrace.schemas.events import FORK, Derived, GroupCount, Reconciled, ReplicaAlignment, Version
 from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import POLICY, WEIGHTS, RunTopics
 from headrace.streams.log.direct import Offering
@@ -44,6 +44,7 @@ from .fetch import Batch
 from .following import Led, follow
 from .history import REBASE, ROLLBACK, STOP, differences
 from .inbox import Inbox
+from .probes import Probes, as_group, told
 from .publish import Policy, Publisher, read_policy
 from .ranks import ALONE, Ranks, join, leave
 from .report import StepReport
@@ -122,6 +123,8 @@ class Trainer:
         self._seconds: dict[str, float] = {}
         self._inbox = Inbox(kafka, topics, opened, head)
         self._ahead = Ahead(self._inbox)
+        self._kept = -1  # the version whose served weights are kept for the replicas' probes of it
+        self._probes = Probes(kafka, topics) if settings.alignment.every else None
 
     @property
     def _state(self) -> TrainState:
@@ -277,6 +280,7 @@ class Trainer:
     def run(self, stop: threading.Event, stop_at: int | None = None) -> None:
         """Train until `stop` is set or version `stop_at` is published; then save. A snapshot that is on its way when
         `stop` is set is left for later."""
+        self._keep()
         while not stop.is_set() and (stop_at is None or self.version < stop_at):
             before, self._seconds = self._seconds, {}
             taken = self._ahead.take(self.version + 1, stop, self._background.check)
@@ -297,11 +301,13 @@ class Trainer:
         batch = taken.batch
         self._seconds |= {"waiting": taken.waiting_s, "fetching": taken.fetching_s}
         with self._timed("compute"):
+            replicas, aligned_s = self._align(batch)
             try:
                 report = self._train(batch)
             except (NonFiniteLogprob, NonFiniteGradient) as error:
                 log.error("batch %d was refused: %s", batch.manifest.batch, error)
                 raise
+        report.seconds["probe"] += aligned_s
         if report.alignment is not None and not report.alignment.good:
             log.warning("batch %d: %s", batch.manifest.batch, report.alignment)
         with self._timed("publishing"):
@@ -310,8 +316,9 @@ class Trainer:
         if not self._deterministic:  # these bits come but once
             self._save()
         with self._timed("committing"):
-            self._commit(batch, report, served_hash, before)
+            self._commit(batch, report, served_hash, before, replicas)
         self._background.publish(self.version, changes, served_hash)
+        self._keep()
         seconds = self._seconds
         log.info("version %d: reward %.3f, loss %.4f, lag %.2f (max %d), %d tokens trained, %d masked; waited %.1f s, "
                  "fetched %.1f, trained %.1f, publishing held it up for %.2f, committed %.2f",
@@ -320,7 +327,26 @@ class Trainer:
                  seconds["waiting"], seconds["fetching"], seconds["compute"], seconds["publishing"],
                  seconds["committing"])  # fmt: skip
 
-    def _commit(self, batch: Batch, report: StepReport, served_hash: bytes, before: Mapping[str, float]) -> None:
+    def _keep(self) -> None:
+        """Keep what is served of a version that replicas are probed at: their probes come later."""
+        led = self._history.tip == self.version and self.version not in self._history.replaced
+        if self._settings.alignment.probes(self.version) and led and self._kept != self.version:
+            self._led.keep_served()
+            self._kept = self.version
+
+    def _align(self, batch: Batch) -> tuple[tuple[ReplicaAlignment, ...], float]:
+        """Compare what replicas have told since with the weights that they served, and in how many seconds. Nothing
+        depends on it."""
+        began = time.monotonic()
+        probes = [] if self._probes is None else self._probes.due(self._kept)
+        if not probes:
+            return (), 0.0
+        settings = step_settings(self._inbox.settings(batch.manifest))
+        replicas = told(probes, self._led.align([as_group(one) for one in probes], settings))
+        return replicas, time.monotonic() - began
+
+    def _commit(self, batch: Batch, report: StepReport, served_hash: bytes, before: Mapping[str, float],
+                replicas: tuple[ReplicaAlignment, ...]) -> None:  # fmt: skip
         """The version record: from here on the batch has been trained."""
         manifest = batch.manifest
         own_hash = train_hash(*self._state.state_tensors())
@@ -340,7 +366,7 @@ class Trainer:
                 served_hash=served_hash, train_hash=own_hash, rho=report.rho, rho_tokens=report.probe_tokens,
                 groups=counts, metrics=metrics, fingerprint=own_fingerprint, committed_ms=_now_ms(), reused=reused,
                 rho_noise=report.rho_noise, realised=beside_estimated(report.lags, manifest),
-                alignment=None if report.alignment is None else report.alignment.record(),
+                alignment=None if report.alignment is None else report.alignment.record(), replicas=replicas,
             )  # fmt: skip
 
         (made,) = self._policy.write(version)
@@ -384,6 +410,8 @@ class Trainer:
     def close(self) -> None:
         self._background.close()
         self._ahead.close()
+        if self._probes is not None:
+            self._probes.close()
         self._publisher.close()
         self._transactor.close()
 

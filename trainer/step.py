@@ -8,7 +8,7 @@ settings give the same bits on the same machine with the same number of threads.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from headrace.schemas.adapter import inject
 from headrace.schemas.errors import CheckpointError, InvalidRecord, NonFiniteGradient
 from headrace.schemas.forward import fake_quantised, quantised_names, widen_head
+from headrace.schemas.routing import Replay
 from headrace.schemas.settings import LoraSettings
 
 from . import corrections
@@ -68,8 +69,9 @@ class TrainState:
     served weights are exactly representable; `head_dtype` (compute | float32) that of its head. `quantisation` (none |
     int8 | fp8): the forward computes with served weights rounded to that grid. Tied tensors are one parameter, named as
     `named_parameters()` names it. With `lora` only the adapter is trained and served. `recompute`: activations are
-    computed again in the backward pass. Where `ranks` are several, each holds a part of every tensor, makes every call
-    beside the others, and rank 0 has what is served and saved in whole.
+    computed again in the backward pass; `replay_routing`: tokens go through the experts that were recorded. Where
+    `ranks` are several, each holds a part of every tensor, makes every call beside the others, and rank 0 has what is
+    served and saved in whole.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class TrainState:
         quantisation: str = "none",
         lora: LoraSettings | None = None,
         recompute: bool = False,
+        replay_routing: bool = False,
         ranks: Ranks = ALONE,
     ) -> None:
         self.version = version
@@ -107,11 +110,13 @@ class TrainState:
             widen_head(self._model)
         self._on_grid = frozenset[str]() if quantisation == "none" else quantised_names(self._model)
         self._rotary = any(name.endswith("rotary_emb") for name, _ in self._model.named_modules())
+        self._replay = Replay(self._model) if replay_routing else None
         if recompute:
             recompute_activations(self._model)
         ranks.shard(self._model)
         self._parameters = {own[name]: p for name, p in self._model.named_parameters() if name in own}
-        self._serve()
+        self._serve(self._served)
+        self._kept: dict[str, torch.Tensor] = {}  # served weights of the version that replicas were last probed at
         self._optimizer = torch.optim.AdamW(list(self._masters.values()), fused=True)
         for master in self._masters.values():
             self._optimizer.state[master] = {
@@ -325,6 +330,8 @@ class TrainState:
         # would sum its gradient in an order that depends on threads.
         keep, line = np.unique(micro.keep, return_inverse=True)
         mask = torch.zeros(seen.shape, dtype=model.dtype, device=self._device).masked_fill_(~seen, -torch.inf)
+        if self._replay is not None and model is self._model:
+            self._replay.choose(micro.experts, self._device)
         output = model(
             input_ids=torch.from_numpy(micro.ids)[None].to(self._device),
             attention_mask=mask[None, None],
@@ -375,13 +382,14 @@ class TrainState:
         """What is served is the masters rounded to the published dtype."""
         for name, master in self._masters.items():
             self._served[name].copy_(master)
-        self._serve()
+        self._serve(self._served)
 
-    def _serve(self) -> None:
+    def _serve(self, served: Mapping[str, torch.Tensor]) -> None:
+        """Compute with these."""
         self._ranks.reshard(self._model)
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                self._ranks.local(parameter).copy_(self._computed(name, self._served[name]))
+                self._ranks.local(parameter).copy_(self._computed(name, served[name]))
 
     def _computed(self, name: str, served: torch.Tensor) -> torch.Tensor:
         """The values of a served tensor that the forward computes with; each row of a part is whole. Where they are
@@ -400,30 +408,62 @@ class TrainState:
     @torch.no_grad()
     def _alignment(self, groups: Sequence[Group], settings: StepSettings) -> Verdict | None:
         """Whether the engine means the same, on episodes that the served weights sampled themselves; None: there are
-        none. The alternatives are only computed where there is something to explain."""
+        none."""
         fresh = [replace(group, episodes=tuple(one for one in group.episodes if one.counted and not one.branches
                                                and bool((one.versions[one.mask] == self.version).all())))
                  for group in groups]  # fmt: skip
         probe, _ = probe_of(fresh, min(settings.probe_tokens, ALIGNED_TOKENS))
-        if not probe:
-            return None
-        (micro,) = pack(probe, 1 << 30)
-        usable = np.isfinite(micro.behaviour)
-        if not usable.all():
-            return None  # refused where it matters: at the one door for bad numbers
-        own, engine = self._logprobs(micro).double().cpu().numpy(), micro.behaviour.astype(np.float64)
-        found: dict[str, NDArray[np.float64]] = {STATED: own}
-        noise = 0.0
-        if np.mean((engine - own) ** 2) > QUIET:
-            again = self._columns(probe, 1, SHIFT if self._rotary else 0)
-            noise = float(np.sqrt(np.mean((own - again) ** 2)))
-            early = replace(micro, keep=np.maximum(micro.keep - 1, 0))
-            found = meanings(self._logits(micro).cpu(), self._logits(early).cpu(), torch.from_numpy(micro.targets),
-                             torch.from_numpy(micro.temperature), micro.episode, engine)  # fmt: skip
+        return self._verdicts(probe, settings, lambda offset: [offset >= 0])[0] if probe else None
+
+    @torch.no_grad()
+    def align(self, probes: Sequence[Group], settings: StepSettings) -> list[tuple[Verdict | None, Verdict | None]]:
+        """Whether replicas mean the same, by what each sampled of the version that is kept, which is computed with
+        meanwhile: for each of `probes` a verdict on the first token of its episodes (prefill) and one on the others
+        (decode)."""
+        self._serve(self._kept)
+        try:
+            found = [self._verdicts([one], settings, lambda offset: [offset == 0, offset > 0]) for one in probes]
+        finally:
+            self._serve(self._served)
+        return [(prefill, decoded) for prefill, decoded in found]
+
+    def keep_served(self) -> None:
+        """What is served now is what `align` computes with from here on."""
+        self._kept = {name: served.clone() for name, served in self._served.items()}
+
+    def _verdicts(self, probe: Sequence[Group], settings: StepSettings,
+                  parts: Callable[[NDArray[np.int64]], list[NDArray[np.bool_]]]) -> list[Verdict | None]:  # fmt: skip
+        """Of one engine's tokens, on the weights that are computed with; `parts`: from each token's offset in its
+        episode, which of them are judged together. None where there are none, or one of them isn't finite: such are
+        refused where it matters. The alternatives are only computed where there is something to explain."""
+        rows = list(pack(probe, settings.micro_batch_tokens))
+        whole = {name: np.concatenate([getattr(row, name) for row in rows])
+                 for name in ("behaviour", "targets", "temperature", "episode", "offset")}  # fmt: skip
+        engine, own = whole["behaviour"].astype(np.float64), self._columns(probe, settings.micro_batch_tokens)
+        taken = parts(whole["offset"])
+        if not np.isfinite(engine).all():
+            return [None] * len(taken)
         ratio = torch.from_numpy(np.clip(own - engine, -CLAMP, CLAMP)).exp()
         weights = corrections.weights(ratio, settings.truncate_above, settings.mask_below, settings.mask_above,
-                                      settings.truncate_below)  # fmt: skip
-        return verdict(engine, found, micro.episode, noise, weights.numpy())
+                                      settings.truncate_below).numpy()  # fmt: skip
+        noise, logits, before = 0.0, None, None
+        if any(out.any() and np.mean((engine[out] - own[out]) ** 2) > QUIET for out in taken):
+            again = self._columns(probe, 1, SHIFT if self._rotary else 0)
+            noise = float(np.sqrt(np.mean((own - again) ** 2)))
+            logits = torch.cat([self._logits(row).cpu() for row in rows])
+            before = torch.cat([self._logits(replace(row, keep=np.maximum(row.keep - 1, 0))).cpu() for row in rows])
+        found: list[Verdict | None] = []
+        for out in taken:
+            if not out.any():
+                found.append(None)
+                continue
+            columns: dict[str, NDArray[np.float64]] = {STATED: own[out]}
+            if logits is not None and before is not None:
+                columns = meanings(logits[out], before[out], torch.from_numpy(whole["targets"][out]),
+                                   torch.from_numpy(whole["temperature"][out]), whole["episode"][out],
+                                   engine[out])  # fmt: skip
+            found.append(verdict(engine[out], columns, whole["episode"][out], noise, weights[out]))
+        return found
 
     @torch.no_grad()
     def _columns(self, groups: Sequence[Group], budget: int, shift: int = 0) -> NDArray[np.float64]:

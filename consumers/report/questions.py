@@ -6,6 +6,8 @@ Pure folds over records of the small topics. What the log can't support is None,
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from headrace.schemas.columns import unpack_float32, unpack_int32
+from headrace.schemas.events import Alignment as AlignmentVerdict
 from headrace.schemas.events import (
     AttemptEnded,
     Disposed,
@@ -21,6 +24,7 @@ from headrace.schemas.events import (
     Manifest,
     Publication,
     PublicationClock,
+    ReplicaAlignment,
     Score,
     Version,
 )
@@ -116,12 +120,28 @@ class VersionAlignment:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeAlignment:
+    """One engine's tokens in replicas' probes of one way to compute them: `prefill` or `decode`. Where weights are
+    rounded to a grid for the forward, `engine` says on which side, so that what it does to the mismatch shows."""
+
+    engine: str
+    way: str
+    replicas: int
+    tokens: int
+    mismatch: float  # RMS of engine minus trainer, winsorised at 1, nats
+    bias_left: float  # mean weight minus 1, after the correction
+    kinds: dict[str, int]  # probes by verdict
+    wrong: str | None  # the newest one that is none of rounding: which replica, at which version, and what it means
+
+
+@dataclass(frozen=True, slots=True)
 class Alignment:
     """Whether engine and trainer compute the same log-probabilities for the tokens of lag 0, in nats."""
 
     versions: tuple[VersionAlignment, ...]
     mean: float | None  # over all those tokens
     worst: VersionAlignment | None  # by `max`
+    probes: tuple[ProbeAlignment, ...] = ()  # by engine and way; no policy change is in them, whatever the lag
 
     @property
     def tokens(self) -> int:
@@ -133,8 +153,8 @@ class Alignment:
         return next((one for one in reversed(self.versions) if one.kind in ("meaning", "biased")), None)
 
 
-def alignment(facts: Iterable[Fact[Any]]) -> Alignment:
-    """From what each version's step measured (`Version.metrics`)."""
+def alignment(facts: Sequence[Fact[Any]]) -> Alignment:
+    """From what each version's step measured (`Version.metrics`), and what it found of replicas' probes."""
     rows = []
     for fact in facts:
         if isinstance(event := fact.event, Version) and event.version:
@@ -146,7 +166,37 @@ def alignment(facts: Iterable[Fact[Any]]) -> Alignment:
     known = [row for row in rows if row.mean is not None and row.tokens]
     tokens = sum(row.tokens for row in known)
     mean = sum((row.mean or 0.0) * row.tokens for row in known) / tokens if tokens else None
-    return Alignment(tuple(rows), mean, max(known, key=lambda row: row.max or 0.0, default=None))
+    return Alignment(tuple(rows), mean, max(known, key=lambda row: row.max or 0.0, default=None), _probes(facts))
+
+
+def _probes(facts: Sequence[Fact[Any]]) -> tuple[ProbeAlignment, ...]:
+    told: dict[tuple[str, str], list[tuple[ReplicaAlignment, AlignmentVerdict]]] = {}
+    for fact in facts:
+        for one in fact.event.replicas if isinstance(fact.event, Version) else ():
+            engine = _computed(json.loads(one.engine), json.loads(fact.event.fingerprint))
+            for way, found in (("prefill", one.prefill), ("decode", one.decode)):
+                if found is not None:
+                    told.setdefault((engine, way), []).append((one, found))
+    return tuple(_probe(engine, way, found) for (engine, way), found in sorted(told.items()))
+
+
+def _computed(engine: dict[str, str], trainer: dict[str, str]) -> str:
+    """How both sides compute, by their fingerprints."""
+    here, there = engine.get("quantisation", "none"), trainer.get("quantisation", "none")
+    name = str(engine.get("engine", "engine"))
+    return name if here == there == "none" else f"{name} (weights on {here}, the trainer's on {there})"
+
+
+def _probe(engine: str, way: str, found: Sequence[tuple[ReplicaAlignment, AlignmentVerdict]]) -> ProbeAlignment:
+    tokens = sum(one.tokens for _, one in found)
+    wrong = next(((replica, one) for replica, one in reversed(found) if one.kind in ("meaning", "biased")), None)
+    return ProbeAlignment(
+        engine, way, len({replica.worker for replica, _ in found}), tokens,
+        math.sqrt(sum(one.mismatch * one.tokens for _, one in found) / tokens),
+        sum(one.bias * one.tokens for _, one in found) / tokens, dict(Counter(one.kind for _, one in found)),
+        wrong and f"{wrong[0].worker} at version {wrong[0].version}: "
+        + (wrong[1].what if wrong[1].kind == "meaning" else "to one side"),
+    )  # fmt: skip
 
 
 def _verdict(event: Version) -> tuple[float | None, str | None, str | None]:

@@ -241,15 +241,31 @@ def _alignment(report: Report) -> Section:
             "mean weight minus 1 on tokens of the version itself, newest version that had any",
         ),
         Row("meaning", _meaning(found), "what explains the difference best, newest version that had such tokens"),
+        *(
+            Row(
+                f"replicas' probe: {one.engine}, {one.way}",
+                f"{number(one.mismatch)} nats RMS, {number(one.bias_left)} bias left",
+                f"{one.tokens} tokens of {one.replicas} replicas, scored with the version that sampled them; verdicts: "
+                + ", ".join(f"{n} {kind}" for kind, n in one.kinds.items()),
+            )
+            for one in found.probes
+        ),
         Row(
             "effective sample size", share(min(ess)) if ess else "-", "smallest over versions, as a share of the tokens"
         ),
     )
+    if (probed := next((one for one in found.probes if one.wrong), None)) is not None:
+        said = f"No: {probed.engine}, {probed.way}, replica {probed.wrong}."
+        return Section("alignment", question, said, False, rows)
+    if found.mean is None and found.probes:
+        most = max(one.mismatch for one in found.probes)
+        return Section("alignment", question, f"{'Yes' if most < WARN_MISMATCH else 'No'}: {number(most)} nats of "
+                       "difference (RMS) in replicas' probes.", most < WARN_MISMATCH, rows)  # fmt: skip
     if found.mean is None:
         return Section(
             "alignment",
             question,
-            "The log can't say: no trained batch holds tokens of its own target version.",
+            "The log can't say: no replica was probed, and no trained batch holds tokens of its own target version.",
             None,
             rows,
         )

@@ -90,7 +90,9 @@ class Progress:
 
     token_ids int32 [n]; logprobs float32 [n], in nats, of exactly the distribution that was sampled; `version` sampled
     all n of them. n may be 0 where a request only ends. `cached_tokens`: how much of the prompt the engine found in its
-    prefix cache; only in a request's first progress, and None where the engine doesn't tell.
+    prefix cache; only in a request's first progress, and None where the engine doesn't tell. experts int16
+    [m, layers, each]: where they are recorded, those of the m tokens that were computed for these (the prompt, for the
+    first; else the token before each).
     """
 
     request_id: str
@@ -99,6 +101,7 @@ class Progress:
     version: int
     finished: Finished | None
     cached_tokens: int | None = None
+    experts: NDArray[np.int16] | None = None
 
 
 class Engine(Protocol):

@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from headrace.schemas.adapter import inject
 from headrace.schemas.errors import EngineError, ModelError, WeightsRefused
 from headrace.schemas.forward import fake_quantised, quantised_names, widen_head
+from headrace.schemas.routing import Experts, Recording
 from headrace.schemas.settings import LoraSettings
 
 from . import Changes, Finished, GenerationRequest, Progress, check_request
@@ -102,8 +103,8 @@ class HfEngine:
     """Any Hugging Face causal language model by path; see `Engine` for the contract.
 
     `slots`: requests that decode at once; `max_tokens`: prompt and completion of one request at most. With `lora` the
-    adapter's weights are what is served. Raises ModelError for a path that isn't a causal language model with full
-    attention and a tokenizer.
+    adapter's weights are what is served. `record_experts`: which ones tokens go through, in a mixture of experts.
+    Raises ModelError for a path that isn't a causal language model with full attention and a tokenizer.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class HfEngine:
         head_dtype: str = "compute",
         quantisation: str = "none",
         lora: LoraSettings | None = None,
+        record_experts: bool = False,
     ) -> None:
         self._model, self._tokenizer = load_model(model_path, compute_dtype, device)
         self._grid = quantisation
@@ -153,6 +155,8 @@ class HfEngine:
         self._cache = _RowCache()
         self._prefix: tuple[list[int], list[torch.Tensor], list[torch.Tensor]] = ([], [], [])
         self._asleep = False
+        self._recording = Recording(self._model) if record_experts else None
+        self._prefix_experts: Experts | None = None
         self._facts = {"engine": "hf", "dtype": dtype, "compute_dtype": compute_dtype, "device": device,
                        "head_dtype": head_dtype, "quantisation": quantisation}  # fmt: skip
 
@@ -277,11 +281,14 @@ class HfEngine:
     @torch.no_grad()
     def step(self) -> list[Progress]:
         joining = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._slots - len(self._rows)))]
-        logits = []
+        logits: list[torch.Tensor] = []
+        experts: list[Experts] = []  # of each row, where they are recorded
         if self._rows:
             logits.append(self._decode_rows())
+            if self._recording is not None:
+                experts += list(self._recording.take()[:, None])
         for batch in self._prefill_batches(joining):
-            logits.append(self._prefill(batch))
+            logits.append(self._prefill(batch, experts))
             self._rows += batch
         if not logits:
             return []
@@ -301,7 +308,7 @@ class HfEngine:
             progress.append(
                 Progress(
                     row.request.request_id, tokens[index : index + 1], logprobs[index : index + 1], self._version,
-                    finished
+                    finished, experts=experts[index] if experts else None
                 )
             )
         return progress[::-1]
@@ -341,8 +348,9 @@ class HfEngine:
             batches[-1].append(row)
         return batches
 
-    def _prefill(self, joining: list[_Row]) -> torch.Tensor:
-        """Logits [n, vocabulary] that follow each prompt; the keys and values go into rows after the active ones."""
+    def _prefill(self, joining: list[_Row], experts: list[Experts]) -> torch.Tensor:
+        """Logits [n, vocabulary] that follow each prompt; the keys and values go into rows after the active ones. Where
+        they are recorded, each prompt's experts join `experts`."""
         members: dict[tuple[int, ...], list[int]] = {}
         for index, row in enumerate(joining):
             members.setdefault(tuple(int(i) for i in row.request.prompt), []).append(index)
@@ -393,6 +401,14 @@ class HfEngine:
             row.length = len(row.request.prompt)
         kept = [torch.cat([x[:, :, :stem], x[:, :, stem : len(prompts[0])]], dim=2) for pair in layers for x in pair]
         self._prefix = (list(prompts[0]), kept[::2], kept[1::2])
+        if self._recording is not None:
+            computed = self._recording.take()
+            if known_length and self._prefix_experts is not None:
+                computed = np.concatenate([self._prefix_experts[:known_length], computed])
+            each = [np.concatenate([computed[:stem], computed[start:end]])
+                    for start, end in zip(starts[:-1], starts[1:], strict=True)]  # fmt: skip
+            self._prefix_experts = each[0]
+            experts += [each[number_of[index]] for index in range(len(joining))]
         logits: torch.Tensor = output.logits[0][order]
         return logits
 

@@ -50,6 +50,9 @@ def _open(model: ModelSettings, choice: EngineChoice) -> Engine:
     if model.lora is not None and choice.kind != "hf":
         raise SettingsError(f"model.lora: engine {choice.kind!r} can't serve an adapter that changes; set site.engine "
                             "= 'hf', or train all weights")  # fmt: skip
+    if model.replay_routing and choice.kind != "hf":
+        raise SettingsError(f"model.replay_routing: engine {choice.kind!r} doesn't record which experts tokens go "
+                            "through; set site.engine = 'hf', or leave it off")  # fmt: skip
     if choice.kind == "openai":
         from .remote import RemoteEngine
         from .served import ModelFolder
@@ -70,7 +73,8 @@ def _open(model: ModelSettings, choice: EngineChoice) -> Engine:
         return VllmEngine(model.path, **own)
     from .hf import HfEngine
 
-    return HfEngine(model.path, **own, head_dtype=model.head_dtype, quantisation=model.quantisation, lora=model.lora)
+    return HfEngine(model.path, **own, head_dtype=model.head_dtype, quantisation=model.quantisation, lora=model.lora,
+                    record_experts=model.replay_routing)  # fmt: skip
 
 
 def open_replicas(choice: EngineChoice, folder: ModelFolder | None = None) -> list[OpenAIReplica]:

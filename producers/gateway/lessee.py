@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import hashlib
 import json
 import logging
@@ -16,9 +17,9 @@ import secrets
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from headrace.schemas.errors import AttemptOver, HeadraceError, RecordTooLarge
+from headrace.schemas.errors import AttemptOver, EngineError, HeadraceError, RecordTooLarge, ReplicaLost
 from headrace.schemas.events import Lease
 from headrace.schemas.outcomes import (
     REASON_OTHER_VERSION,
@@ -30,7 +31,8 @@ from headrace.schemas.outcomes import (
 )
 from headrace.schemas.settings import RunSettings
 
-from ..engines import Replica
+from ..alignment import Prober
+from ..engines import GenerationRequest, Replica
 from ..episodes import Attempt, EpisodeWriter
 from ..sdk import Producer
 from .attempts import COUNTS, AgentEpisode
@@ -71,6 +73,8 @@ class Gateway:
         self._over: collections.OrderedDict[str, dict[str, Any]] = collections.OrderedDict()
         self._totals: collections.Counter[str] = collections.Counter()  # of the episodes that are over
         self._told: dict[str, float] = {}  # what the next heartbeat says
+        self._prober = Prober(settings.alignment, settings.rollout.temperature)
+        self._probing: set[asyncio.Task[None]] = set()
         producer.report = self._report
 
     # ------------------------------------------------------------------------------------------------- leases
@@ -145,6 +149,7 @@ class Gateway:
         while True:
             await asyncio.sleep(LOOK_S)
             self._told = self.totals()
+            self._probe()
             for episode in list(self._episodes.values()):
                 if episode.over is None and (over := self.producer.over(episode.attempt)) is not None:
                     episode.failed(over)
@@ -187,8 +192,29 @@ class Gateway:
                 turn.fail(self._other_version(episode.lease))
             else:
                 await turn.generate(self._replica, self._tokenizer.eos)
+                if turn.error is None:
+                    self._prober.served(turn.prompt.ids, turn.tokens)
         finally:
             self._updates.ended(turn.runs[-1][0] if turn.runs else None)
+
+    def _probe(self) -> None:
+        """Beside the turns, at versions that are to be probed. A token of another version gives the probe up."""
+        probe = self._prober.result(self.producer.worker, self.producer.incarnation, self._engine)
+        if probe is not None:
+            self.producer.to_fleet(probe)
+        for request in self._prober.begin(self._updates.version, frozenset(self._tokenizer.eos)):
+            task = asyncio.create_task(self._read_probe(request))
+            self._probing.add(task)  # the loop itself holds tasks weakly
+            task.add_done_callback(self._probing.discard)
+
+    async def _read_probe(self, request: GenerationRequest) -> None:
+        try:
+            async with contextlib.aclosing(cast(Any, self._replica.generate(request))) as progress:
+                async for one in progress:
+                    self._prober.took(one)
+        except (EngineError, ReplicaLost) as error:
+            log.info("the alignment probe goes without %s: %s", request.request_id, error)
+        self._prober.refused(request.request_id)
 
     def _other_version(self, lease: Lease) -> Refused:
         return Refused(410, f"version {lease.version} is served no more: version {self._updates.version} is",
@@ -202,6 +228,8 @@ class Gateway:
         """Aborts what runs; episodes that are open end as infrastructure failures when the producer closes."""
         self.abort_all(Refused(503, "the gateway is closing", code="closing"))
         self._threads.shutdown(wait=False, cancel_futures=True)
+        for task in self._probing:
+            task.cancel()
         await self._replica.close()
 
 

@@ -20,8 +20,8 @@ from headrace.consumers.ledger import audit
 from headrace.consumers.run import open_run
 from headrace.consumers.waits import EARLIER
 from headrace.schemas import delta
-from headrace.schemas.events import DeadLetter, Publication, Version
-from headrace.schemas.topics import DEADLETTER, POLICY, TRAJECTORIES
+from headrace.schemas.events import AlignmentProbe, DeadLetter, Publication, Version
+from headrace.schemas.topics import DEADLETTER, FLEET, POLICY, TRAJECTORIES
 from headrace.streams.log import clients
 from tests.reference_fold import check_batches
 from tests.running import Running
@@ -77,6 +77,19 @@ def test_at_zero_lag_engine_and_trainer_agree_in_float32_at_first_and_after_ten_
     for version in trained:
         assert version.metrics["lag_max"] == 0
         assert version.metrics["mismatch_max"] < 1e-4, version.version
+
+
+def test_replicas_probes_are_judged_with_the_version_that_they_sampled(finished: Running) -> None:
+    """verl#6780: at zero lag, for each replica, prefill and decoding apart; in no group and no account."""
+    run = open_run(finished.topics.run, finished.kafka)
+    probes = {one.version: one for _, one in run.events(FLEET) if isinstance(one, AlignmentProbe)}
+    judged = [one for version in versions(finished) for one in version.replicas]
+    assert judged and probes.keys() <= {0, 10}
+    for one in judged:
+        assert one.prefill is not None and one.decode is not None
+        assert one.prefill.tokens + one.decode.tokens == sum(probes[one.version].counts)
+        for found in (one.prefill, one.decode):
+            assert found.kind == "aligned" and found.mismatch < 1e-8 and abs(found.bias) < 1e-4
 
 
 def test_weights_served_from_the_log_equal_the_trainers_bit_for_bit(finished: Running) -> None:

@@ -42,7 +42,7 @@ from headrace.schemas.events import (
 from headrace.schemas.hashes import GENESIS
 from headrace.schemas.outcomes import Outcome
 from headrace.schemas.settings import RunSettings
-from headrace.schemas.topics import BATCHES, GROUPS, POLICY
+from headrace.schemas.topics import BATCHES, FLEET, GROUPS, POLICY
 from headrace.streams.log.reader import Reader, Record, end_offsets, read_range
 from headrace.streams.log.transactions import Output
 from headrace.trainer import loop
@@ -54,6 +54,7 @@ from headrace.trainer.step import TrainState
 from tests.killed_trainer import BOUNDARIES, BOUNDARIES_BETWEEN, kill_at
 from tests.synthetic_run import PARTITIONS, SyntheticRun, episode, run_settings
 from tests.training import head, train
+from tests.unit.test_alignment_probe import probed
 
 Kafka = Mapping[str, Any]
 
@@ -610,6 +611,28 @@ def test_engine_and_trainer_agree_at_lag_0_from_version_0_to_10(run: SyntheticRu
     worst = {v.version: v.metrics["mismatch_max"] for v in versions.values() if v.version}
     assert all(worst[n] < 1e-4 for n in range(1, 12)), worst
     assert worst[12] > 0.1, "the shifted mutant"
+
+
+def test_late_probe_of_a_replica_is_judged_with_the_weights_that_it_sampled(run: SyntheticRun, tmp_path: Path) -> None:
+    """The trainer has gone on by then, and what it trains is the same."""
+    probe = probed(engine_of(Path(run.settings.model.path)))
+    wrong = replace(probe, incarnation="j", temperature=1.0)  # says another temperature than it sampled with
+    damaged = replace(probe, incarnation="k", counts=(*probe.counts, 1))
+    run.write_random_batches(9)
+    with training(run, tmp_path / "one") as trainer:
+        trainer.run(threading.Event(), 3)
+        run.send([Output(run.topics.name(FLEET), 0, encode(one)) for one in (damaged, probe, wrong)])
+        for version in range(4, 10):
+            trainer.run(threading.Event(), version)
+            if judged := head(run).versions[version].replicas:
+                break
+            time.sleep(0.3)  # until it has come from the broker
+    assert [(one.version, one.incarnation) for one in judged] == [(0, "i"), (0, "j")]
+    assert json.loads(judged[0].engine)["engine"] == "hf"
+    right, other = [[found for found in (one.prefill, one.decode) if found is not None] for one in judged]
+    assert [found.kind for found in right] == ["aligned"] * 2 and [found.tokens for found in right] == [12, 84]
+    assert [found.kind for found in other] == ["meaning"] * 2 and other[0].what.endswith("times the temperature")
+    train(run, tmp_path / "again", version)  # no probe: every version comes out as it was committed
 
 
 def sample_after(receiver: Receiver, engine: HfEngine, version: int) -> list[list[PayloadEpisode]]:

@@ -206,6 +206,21 @@ def test_tokens_beyond_the_hard_lag_weigh_nothing_and_a_group_of_nothing_else_is
     assert unpack_float32(manifest.segment_weight).tolist() == [1, 0]
 
 
+def test_every_stale_candidate_gives_its_place_back_at_once_although_the_batch_is_full_without_it() -> None:
+    sim = started(groups=1, max_lag=2, batch={"max_ahead": 0}, staleness={"hard_lag": 2})
+    stale, fresh = sim.open[1:], sim.open[0]
+    for _ in range(3):
+        sim.publish()
+    sim.end_group(fresh, version=3)
+    for group in stale:
+        sim.end_group(group, version=0)
+    sim.coordinator.batching.batch = 3
+    decided = sim.decide()
+    assert [ref.group for ref in sim.manifests[-1].groups] == [fresh]
+    assert {one.group for one in sim.wrote(Disposed)} == set(stale) and len(stale) == 2
+    assert len([one for one in decided.tasks if isinstance(one, Lease)]) == 2, "new groups in their places"
+
+
 def test_drop_takes_an_episode_with_one_token_beyond_the_limit_out_of_the_batch() -> None:
     sim = started(groups=1, max_lag=1, size=3, batch={"max_ahead": 0}, staleness={"hard_lag": 2, "on_stale": "drop"})
     for _ in range(3):

@@ -118,9 +118,9 @@ def test_a_cached_beginning_is_computed_once_per_version_and_never_across_versio
     sizes = []
     original = engine._prefill
 
-    def spy(joining: Any) -> Any:
+    def spy(*joining: Any) -> Any:
         monkeypatch.setattr(engine._model, "forward", counted_forward)
-        return original(joining)
+        return original(*joining)
 
     plain = engine._model.forward
 
