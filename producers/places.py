@@ -6,6 +6,8 @@ from .conversation import Prompt
 
 
 class Places:
+    """Of one episode, turn by turn."""
+
     def __init__(self) -> None:
         self._turns = 0
         self._places: dict[int, tuple[int, int]] = {}  # by number in the conversation: spans that end prompt and answer

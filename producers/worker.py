@@ -475,8 +475,9 @@ def run_worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSetting
         if tools is not None:
             opened.callback(tools.sessions.close)
         engine = opened.enter_context(contextlib.closing(open_engine(settings.model, choice)))
-        receiver = opened.enter_context(open_receiver(kafka, topics, settings.model, worker=name,
-                                                      incarnation=incarnation, weights_socket=weights_socket))  # fmt: skip
+        receiver = opened.enter_context(
+            open_receiver(kafka, topics, settings.model, worker=name, incarnation=incarnation,
+                          weights_socket=weights_socket))  # fmt: skip
         if not receiver.load(engine, stop):
             return
         worker = Worker(kafka, topics, settings, engine, receiver, name=name, incarnation=incarnation,

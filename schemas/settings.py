@@ -317,6 +317,8 @@ class OptimizerSettings(Section):
 
 
 class AlignmentSettings(Section):
+    """How replicas are probed for what they compute otherwise than the trainer."""
+
     every: Annotated[int, Field(ge=0)] = Field(10, description="each replica is probed at every so many versions, "
                                                                "from version 0 on; 0: never")  # fmt: skip
     contexts: Positive = Field(8, description="of what it served before, which a probe continues")

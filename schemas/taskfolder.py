@@ -58,11 +58,15 @@ class _Table(BaseModel):
 
 
 class AgentTable(_Table):
+    """`[agent]`: seconds of the whole attempt, scoring apart."""
+
     timeout_sec: Seconds | None = None
     user: Nothing = None
 
 
 class VerifierTable(_Table):
+    """`[verifier]`: seconds and variables of `tests/test.sh`."""
+
     timeout_sec: Seconds = 600.0
     env: Variables = {}
     user: Nothing = None
@@ -70,6 +74,9 @@ class VerifierTable(_Table):
 
 
 class EnvironmentTable(_Table):
+    """`[environment]`: how the image is built, and the limits of a sandbox of it. Of two names of a limit, `memory` and
+    `storage` come before `memory_mb` and `storage_mb`."""
+
     build_timeout_sec: Seconds = 600.0
     docker_image: str | None = None
     cpus: Annotated[float, Field(gt=0)] = 1.0
@@ -89,6 +96,8 @@ class EnvironmentTable(_Table):
 
 
 class MetadataTable(BaseModel):
+    """`[metadata]`: any keys; `sandboxes` are the kinds that the task may run in."""
+
     model_config = ConfigDict(extra="allow", frozen=True)
     sandboxes: tuple[Kind, ...] = ("docker",)
 
@@ -117,10 +126,12 @@ class TaskFile(_Table):
 
     @property
     def memory_bytes(self) -> int:
+        """Of a sandbox."""
         return MIB * (self.environment.memory or self.environment.memory_mb)
 
     @property
     def disk_bytes(self) -> int:
+        """Of a sandbox."""
         return MIB * (self.environment.storage or self.environment.storage_mb)
 
 

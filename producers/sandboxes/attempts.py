@@ -42,6 +42,7 @@ SUCCESS, FAILURE = 0, 1  # of a scorer's command; whatever else it exits with is
 
 
 def by_exit_status(sandbox: Sandbox, result: StepResult) -> Verdict | None:
+    """Reward 1 for exit status 0, 0 for 1, no verdict for any other."""
     if result.code not in (SUCCESS, FAILURE):
         return None
     return Verdict(float(result.code == SUCCESS), result.code == SUCCESS)

@@ -33,12 +33,16 @@ class Files:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
+    """Set for the commands that follow and for the sandbox."""
+
     name: str
     value: str
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
+    """A `RUN`, by the shell, in the folder that holds at its place."""
+
     text: str
 
 
