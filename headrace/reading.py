@@ -103,7 +103,7 @@ def status(
 def show(
     run: RunArgument,
     kind: Annotated[str | None, typer.Argument(help=f"{', '.join(KINDS)}; KIND/ID for one in full")] = None,
-    where: Annotated[list[str] | None, typer.Option(help="column=value; repeat it to narrow down")] = None,
+    where: Annotated[list[str] | None, typer.Option(help="column=value, or a column that isn't empty; repeat it to narrow down")] = None,
     as_json: Json = False,
     bootstrap: Bootstrap = None,
     config: ConfigOption = None,
@@ -240,10 +240,10 @@ def _start(text: str) -> Start:
 def _where(rows: list[Row], conditions: list[str]) -> list[Row]:
     for condition in conditions:
         name, equals, value = condition.partition("=")
-        if not equals or (rows and name not in rows[0]):
-            columns = ", ".join(rows[0]) if rows else "none"
-            raise SettingsError(f"--where {condition!r}: give column=value; columns are {columns}")
-        rows = [row for row in rows if _matches(row.get(name), value)]
+        if rows and name not in rows[0]:
+            raise SettingsError(f"--where {condition!r}: give column=value, or a column alone for rows where it says "
+                                f"something; columns are {', '.join(rows[0])}")  # fmt: skip
+        rows = [row for row in rows if (_matches(row.get(name), value) if equals else row.get(name))]
     return rows
 
 

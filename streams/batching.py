@@ -3,7 +3,8 @@
 Batch n trains v(n-1) into v(n); its manifest is written once n <= committed version + 1 + `max_ahead`. Candidates are
 taken in the order in which their groups were completed. Staleness is that of the batch's target; a candidate without a
 trainable token left for the next target has none for a later one either, so it is disposed of as `stale` at once, which
-gives its place back. When the task source has ended and nothing is open, what is left makes a last, shorter batch, or,
+gives its place back. So is one whose counted success gave an answer that passed in too many tasks, as `suspicious`,
+where the settings exclude that. When the task source has ended and nothing is open, what is left makes a last, shorter batch, or,
 below `min_last_groups`, is left over for good.
 """
 
@@ -21,6 +22,7 @@ from headrace.schemas.errors import NoProgress, TooUniform
 from headrace.schemas.events import Disposed, GroupClosed, GroupRef, Manifest, PartitionPosition, Version
 from headrace.schemas.outcomes import Closure, Disposition, Outcome
 from headrace.schemas.settings import RunSettings
+from headrace.schemas.suspicion import Answers, Sign
 
 from .reuse import Reusing
 from .slots import ACCOUNT_CANDIDATE
@@ -53,6 +55,7 @@ class Batching:
         self.candidates: list[Candidate] = []
         self.positions: dict[int, int] = {}  # of `groups`, read so far
         self.reusing = Reusing()
+        self._answers = Answers()
         self._chain = Chain()
         self._sizes: dict[int, int] = {}  # groups of each batch whose version is not yet published
         self._drifts = Drifts()
@@ -82,6 +85,7 @@ class Batching:
         """The closure of a group that the coordinator opened for training."""
         closure = candidate.closure
         fresh = candidate.offset >= self._marks.get(candidate.partition, 0)
+        self._answers.see(closure.task, closure.slots)
         if settings.reuse.enabled:
             self.reusing.closed(candidate.partition, candidate.offset, closure, settings.reuse.window, fresh=fresh)
         if fresh:
@@ -117,6 +121,10 @@ class Batching:
             for candidate in list(self.candidates):
                 if len(taken) == settings.batch.groups:
                     break
+                if (why := self._suspicious(candidate.closure, settings)) is not None:
+                    self.candidates.remove(candidate)
+                    out.append(self._dispose(candidate, Disposition.SUSPICIOUS, why, target))
+                    continue
                 segments = self._segments(candidate.closure, target, settings)
                 if any(segment.staleness.weight > 0 for segment in segments):
                     taken.append((candidate, segments))
@@ -139,6 +147,15 @@ class Batching:
         if self._closures > settings.batch.give_up_after and len(self.candidates) < settings.batch.groups:
             raise self._give_up(settings)
         return out
+
+    def _suspicious(self, closure: GroupClosed, settings: RunSettings) -> str | None:
+        """Only whoever sees all groups sees an answer come back: the one sign that a closure can't show by itself."""
+        if Sign.SAME_ANSWER not in settings.rollout.exclude_suspicious:
+            return None
+        for fate in closure.slots:
+            if fate.counted and (found := self._answers.suspicion(fate)) is not None:
+                return f"slot {fate.slot}: {found.evidence}"
+        return None
 
     def _dispose(self, candidate: Candidate, disposition: Disposition, reason: str, target: int) -> Entry:
         return self._put(Disposed(
