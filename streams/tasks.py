@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from headrace.schemas.errors import TasksExhausted
+from headrace.schemas.errors import InvalidTask, TasksExhausted
 from headrace.schemas.events import Task
 from headrace.schemas.settings import TaskSettings
+from headrace.schemas.taskfolder import PARTS, SPEC, digest_of, missing, parse_task
 
 
 class TaskSource(Protocol):
@@ -28,7 +30,18 @@ class TaskSource(Protocol):
 
 def task_source(settings: TaskSettings) -> TaskSource:
     """Raises TasksExhausted where the source is empty or broken, or doesn't have a task that is to rest."""
-    return GymSource(settings) if settings.source == "reasoning_gym" else JsonLinesSource(settings)
+    if settings.source == "reasoning_gym":
+        return GymSource(settings)
+    paths = [Path(path) for path in (settings.path or "", *settings.more)]
+    read = _folders if settings.source == "terminal" else _lines
+    tasks: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        found = read(path, settings)
+        if again := found.keys() & tasks.keys():
+            raise TasksExhausted(f"tasks.more {path}: it has a task {min(again)} as a file or folder before it: rename "
+                                 "one, since a name is one task for ever")  # fmt: skip
+        tasks |= found
+    return Rounds(settings, tasks)
 
 
 class GymSource:
@@ -57,52 +70,77 @@ class GymSource:
         return None if found is None else self._task(int(found[2]), None if found[1] is None else int(found[1]))
 
 
-class JsonLinesSource:
-    """One JSON object a line, with at least `prompt`; taken in order, again and again up to `size` tasks. Those that
-    rest are passed over but in one of `rest_rounds` rounds."""
+class Rounds:
+    """Tasks that come round again and again, in order, up to `size` of them. Those that rest are passed over but in one
+    of `rest_rounds` rounds."""
 
-    def __init__(self, settings: TaskSettings) -> None:
-        assert settings.path is not None
-        self._settings = settings
-        self._items: list[dict[str, Any]] = []
-        self._ids: dict[str, int] = {}
-        for path in map(Path, (settings.path, *settings.more)):
-            self._read(path)
-        if unknown := [name for name in settings.rested if name not in self._ids]:
-            raise TasksExhausted(f"tasks.rested names {unknown[0]!r}, which is no task of {settings.path}: they are "
-                                 f"called {path.stem}-0 and so on")  # fmt: skip
+    def __init__(self, settings: TaskSettings, tasks: Mapping[str, dict[str, Any]]) -> None:
+        """`tasks`: what is in the data of each, by its name."""
+        self._settings, self._tasks, self._names = settings, tasks, list(tasks)
         rested = set(settings.rested)
-        self._names = list(self._ids)
-        self._awake = [index for name, index in self._ids.items() if name not in rested]
-
-    def _read(self, path: Path) -> None:
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise TasksExhausted(f"tasks.path {path}: can't be read ({error})") from error
-        items = [_item(path, i, line) for i, line in enumerate(lines, 1) if line.strip()]
-        if not items:
-            raise TasksExhausted(f"tasks.path {path}: holds no task; each line is a JSON object with `prompt`")
-        if f"{path.stem}-0" in self._ids:
-            raise TasksExhausted(f"tasks.more {path}: another file of that name holds tasks of the same names: rename it")
-        self._ids |= {f"{path.stem}-{i}": len(self._items) + i for i in range(len(items))}
-        self._items += items
+        if unknown := rested - tasks.keys():
+            raise TasksExhausted(f"tasks.rested names {min(unknown)!r}, which is no task of {settings.path}: it begins "
+                                 f"with {self._names[0]!r}")  # fmt: skip
+        self._awake = [name for name in self._names if name not in rested]
 
     def at(self, cursor: int) -> Task | None:
         settings = self._settings
         if settings.size is not None and cursor >= settings.size:
             return None
-        every, awake = len(self._items), len(self._awake)
-        place = cursor % (every + (settings.rest_rounds - 1) * awake if awake else every)
-        return self._task(place if place < every else self._awake[(place - every) % awake])
-
-    def _task(self, index: int) -> Task:
-        data = {"score": self._settings.score, "item": self._items[index]}
-        return Task(self._names[index], self._settings.source, _data(self._settings, data), self._settings.seed)
+        every, awake = len(self._names), len(self._awake)
+        place = cursor % (every + (settings.rest_rounds - 1) * awake if awake < every else every)
+        return self.find(self._names[place] if place < every or not awake else self._awake[(place - every) % awake])
 
     def find(self, task_id: str) -> Task | None:
-        index = self._ids.get(task_id)
-        return None if index is None else self._task(index)
+        if task_id not in self._tasks:
+            return None
+        settings = self._settings
+        return Task(task_id, settings.source, _data(settings, self._tasks[task_id]), settings.seed)
+
+
+# -------------------------------------------------------------------------------------------- what is in a path
+
+
+def _lines(path: Path, settings: TaskSettings) -> dict[str, dict[str, Any]]:
+    """One JSON object a line, with at least `prompt`."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TasksExhausted(f"tasks.path {path}: can't be read ({error})") from error
+    items = [_item(path, i, line) for i, line in enumerate(lines, 1) if line.strip()]
+    if not items:
+        raise TasksExhausted(f"tasks.path {path}: holds no task; each line is a JSON object with `prompt`")
+    return {f"{path.stem}-{i}": {"score": settings.score, "item": item} for i, item in enumerate(items)}
+
+
+def _folders(path: Path, settings: TaskSettings) -> dict[str, dict[str, Any]]:
+    """Task folders, in the order of their names. Each is named by its folder and a digest of what an episode depends
+    on, so that a worker whose copy is another says so. All are read at the start."""
+    try:
+        folders = [path] if (path / SPEC).exists() else sorted(one.parent for one in path.glob(f"*/{SPEC}"))
+        found = [(folder, read_folder(folder)) for folder in folders]
+    except OSError as error:
+        raise TasksExhausted(f"tasks.path {path}: can't be read ({error})") from error
+    if not found:
+        raise TasksExhausted(f"tasks.path {path}: no folder in it holds a {SPEC}")
+    how = {"sandbox": settings.sandbox, "step_timeout_s": settings.step_timeout_s,
+           "output_bytes": settings.output_bytes}  # fmt: skip
+    tasks: dict[str, dict[str, Any]] = {}
+    for folder, files in found:
+        if lacking := missing(files):
+            raise InvalidTask(f"{folder}: it has no {lacking}")
+        task = parse_task(str(folder / SPEC), files[SPEC].decode(errors="replace"))
+        if settings.sandbox not in task.metadata.sandboxes:
+            raise InvalidTask(f"{folder / SPEC}: tasks.sandbox is {settings.sandbox!r}, and the task runs in "
+                              f"{', '.join(task.metadata.sandboxes)} (metadata.sandboxes)")  # fmt: skip
+        tasks[folder.name] = {"folder": str(folder), "digest": digest_of(files)} | how
+    return tasks
+
+
+def read_folder(folder: Path) -> dict[str, bytes]:
+    """What an episode of a task folder depends on, by path within it. Raises OSError."""
+    return {name: file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()
+            and (name := file.relative_to(folder).as_posix()).startswith(PARTS)}  # fmt: skip
 
 
 def _item(path: Path, number: int, line: str) -> dict[str, Any]:
