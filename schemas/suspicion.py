@@ -4,17 +4,13 @@ This module decides what is suspicious, and nothing of what follows from it: the
 the group closes, and leaves out of training what its settings say. Only successes are judged. A sign is no proof: the
 evidence stands beside it. What is looked at is what the events say of tool calls; a call that hides its target (in a
 variable, in another encoding) shows none of it, so a verifier must be safe without this.
-
-A span's `detail` tells of tool calls in one of two ways (docs/wire.md, section 4): `calls`, each with `name`,
-`arguments` and what came back; or, of an agent behind the gateway, `messages`, of which those of the role `tool` are
-results, and `tools`, those that it was offered.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
@@ -22,6 +18,7 @@ from typing import Any, Protocol
 
 from xxhash import xxh3_64
 
+from .calls import RecordedCall, calls_of, parsed_detail
 from .columns import halves
 from .events import SlotFate, Span, Suspicion
 from .outcomes import Outcome, Source
@@ -86,30 +83,21 @@ class Signs:
         return None if self._answer is None else self._answer.digest()
 
     def _detail(self, detail: str, turn: int, about: Guarding) -> None:
-        try:
-            said = json.loads(detail)
-        except ValueError:
-            return
-        if not isinstance(said, dict):
-            return
+        said = parsed_detail(detail)
         self.offered |= bool(said.get("tools"))
-        messages = said.get("messages")
-        for message in messages if isinstance(messages, list) else ():
-            self.calls += isinstance(message, dict) and message.get("role") == "tool"
-        calls = said.get("calls")
-        for call in calls if isinstance(calls, list) else ():
-            if isinstance(call, dict):
-                self.calls += 1
-                self._call(call, turn, about.guarded)
+        for call in calls_of(said, turn):
+            self.calls += 1
+            if call.arguments:
+                self._call(call, about.guarded)
 
-    def _call(self, call: dict[str, Any], turn: int, guarded: re.Pattern[str]) -> None:
-        words = "\n".join(_texts(call.get("arguments")))
+    def _call(self, call: RecordedCall, guarded: re.Pattern[str]) -> None:
+        words = "\n".join(_texts(call.arguments))
         met = guarded.search(words)
         if met is None:
             return
         writes = any(_below(one, REWARD_PATHS) for one in guarded.findall(words)) and _WRITES.search(words)
-        self._note(Sign.REWARD_WRITTEN if writes else Sign.VERIFIER_TOUCHED, turn,
-                   f"{call.get('name')}: {_around(words, met.start())}")  # fmt: skip
+        self._note(Sign.REWARD_WRITTEN if writes else Sign.VERIFIER_TOUCHED, call.turn,
+                   f"{call.name}: {_around(words, met.start())}")  # fmt: skip
 
     def _note(self, sign: Sign, turn: int, evidence: str) -> None:
         self.found.setdefault(sign, f"turn {turn}: {evidence}"[:EVIDENCE])
@@ -142,7 +130,7 @@ def _texts(value: Any) -> Iterable[str]:
     """All strings in a JSON value."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for one in value.values():
             yield from _texts(one)
     elif isinstance(value, list):

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from headrace.schemas.errors import InvalidTask, TasksExhausted
 from headrace.schemas.events import Task
 from headrace.schemas.settings import TaskSettings
+from headrace.schemas.suspicion import GUARDED
 from headrace.schemas.taskfolder import PARTS, SPEC, digest_of, missing, parse_task
 
 
@@ -89,7 +90,7 @@ class Rounds:
             return None
         every, awake = len(self._names), len(self._awake)
         place = cursor % (every + (settings.rest_rounds - 1) * awake if awake < every else every)
-        return self.find(self._names[place] if place < every or not awake else self._awake[(place - every) % awake])
+        return self.find(self._names[place] if place < every else self._awake[(place - every) % awake])
 
     def find(self, task_id: str) -> Task | None:
         if task_id not in self._tasks:
@@ -134,6 +135,8 @@ def _folders(path: Path, settings: TaskSettings) -> dict[str, dict[str, Any]]:
             raise InvalidTask(f"{folder / SPEC}: tasks.sandbox is {settings.sandbox!r}, and the task runs in "
                               f"{', '.join(task.metadata.sandboxes)} (metadata.sandboxes)")  # fmt: skip
         tasks[folder.name] = {"folder": str(folder), "digest": digest_of(files)} | how
+        if task.metadata.guarded:
+            tasks[folder.name][GUARDED] = task.metadata.guarded
     return tasks
 
 

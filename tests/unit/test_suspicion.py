@@ -184,7 +184,7 @@ def _commit(closure: GroupClosed, records: Sequence[Record]) -> list[Fact[Any]]:
         progress.take(one, fold.apply(one))
     _, values = progress.commit(fold, lambda effect: closure)
     facts = []
-    for offset, (value, _) in enumerate(values):
+    for offset, (_, value) in enumerate(values):
         facts.append(Fact("groups", 0, offset, 0, digest(value), decode(value)))
     return facts
 
