@@ -1,8 +1,8 @@
 """The environment protocol: what a task asks the model, and what its verifier says of the answer.
 
 An environment that only asks and judges runs in a host process of its own (`host`), never in the worker: its imports
-are heavy, its code is somebody else's, and a verifier that hangs must be killable. One with tools has a session for each
-attempt, in a thread of the worker's (`sessions`): what is somebody else's runs in a sandbox there.
+are heavy, its code is somebody else's, and a verifier that hangs must be killable. One with tools has a session for
+each attempt, in a thread of the worker's (`sessions`): what is somebody else's runs in a sandbox there.
 """
 
 from __future__ import annotations

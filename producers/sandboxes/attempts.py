@@ -32,7 +32,7 @@ from headrace.schemas.outcomes import (
 )
 
 from ..environments import Verdict
-from . import Sandbox, SandboxSpec, StepResult
+from . import OUTPUT_BYTES, Sandbox, SandboxSpec, StepResult
 from .pool import Order, Pool
 
 TAKE_S = 120.0
@@ -129,7 +129,8 @@ class Attempt:
 
     def _run(self, scorer: Scorer, spec: SandboxSpec) -> Ending:
         self.error, self.verdict, self.said = None, None, b""
-        spec = replace(spec, fresh=scorer.fresh, variables=spec.variables + scorer.variables)
+        spec = replace(spec, fresh=scorer.fresh, variables=spec.variables + scorer.variables,
+                       output_bytes=max(OUTPUT_BYTES, spec.output_bytes))  # fmt: skip
         try:
             with self._pool.sandbox(spec, self._take_s) as one:
                 for path, data in scorer.files.items():
