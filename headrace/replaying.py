@@ -61,7 +61,8 @@ def replay_command(
     With --episode, repeat one episode's tool calls in a fresh sandbox: exit 0 where its outcome is the same.
     """
     if episode is not None:
-        raise typer.Exit(0 if _episode(opened_run(run, bootstrap, config), episode, attempt, as_json) else 1)
+        docker = load_site(config, bootstrap).docker
+        raise typer.Exit(0 if _episode(opened_run(run, bootstrap, config), episode, attempt, docker, as_json) else 1)
     import torch
 
     from headrace.trainer.replay import Replay
@@ -129,12 +130,12 @@ def _row(again: Again) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------ an episode
 
 
-def _episode(run: Run, episode: str, attempt: int | None, as_json: bool) -> bool:
+def _episode(run: Run, episode: str, attempt: int | None, docker: str | None, as_json: bool) -> bool:
     """Whether its outcome is the same."""
     from .reproducing import reproduce
     from .turns import again_lines
 
-    found = reproduce(run, episode, attempt, lambda one: None if as_json else say(again_lines(one)))
+    found = reproduce(run, episode, attempt, docker, lambda one: None if as_json else say(again_lines(one)))
     was = found.recording.ended
     assert was is not None
     first = found.first

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from headrace.consumers.recording import Recording, recording
 from headrace.consumers.run import Run
 from headrace.producers.reproduction import Again, repeat
-from headrace.schemas.errors import EnvironmentFailed, SandboxFailed, SettingsError
+from headrace.schemas.errors import DaemonLost, EnvironmentFailed, SandboxFailed, SettingsError
 from headrace.schemas.events import Task
-from headrace.schemas.outcomes import Outcome
+from headrace.schemas.outcomes import REASON_BUDGET_SPENT, Outcome
 from headrace.schemas.topics import TRAJECTORIES
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ class Reproduction:
         return was.outcome == self.outcome and equal
 
 
-def reproduce(run: Run, episode: str, attempt: int | None = None,
+def reproduce(run: Run, episode: str, attempt: int | None = None, docker: str | None = None,
               watch: Callable[[Again], None] = lambda _: None) -> Reproduction:  # fmt: skip
-    """`watch` is told of each call. Raises SettingsError where there is nothing to repeat, SandboxFailed where its kind
+    """`watch` is told of each call; `docker`: the daemon's address. Raises SettingsError where there is nothing to repeat, SandboxFailed where its kind
     of sandbox can't be had here, EnvironmentFailed where its task isn't what it was."""
     events = (event for _, event in run.events(TRAJECTORIES, episode=episode))
     found = recording(events, episode, attempt)
@@ -62,7 +62,7 @@ def reproduce(run: Run, episode: str, attempt: int | None = None,
                             "outcome yet that could come out again")  # fmt: skip
     if found.task.source in JUDGED_ALONE:
         return _judged_again(found, run.settings.rollout.score_timeout_s)
-    return _repeated(found, watch)
+    return _repeated(found, docker, watch)
 
 
 def _judged_again(found: Recording, timeout_s: float) -> Reproduction:
@@ -85,17 +85,18 @@ def _judged_again(found: Recording, timeout_s: float) -> Reproduction:
     return Reproduction(found, how, 0, None, outcome, "judged", reply.verdict.reward, None)
 
 
-def _repeated(found: Recording, watch: Callable[[Again], None]) -> Reproduction:
+def _repeated(found: Recording, docker: str | None, watch: Callable[[Again], None]) -> Reproduction:
     elsewhere = [call for call in found.calls if call.arguments is None]
     if elsewhere:
         raise SettingsError(f"episode {found.group}/{found.slot}: its agent made {len(elsewhere)} calls elsewhere, and "
                             "the log holds only what came back: whoever ran the agent can repeat them")  # fmt: skip
-    environment, kind = environment_of(found)
+    environment, kind = environment_of(found, docker)
     first, calls, judged = None, 0, None
+    timed_out = found.ended is not None and found.ended.reason == REASON_BUDGET_SPENT
     try:
         session = environment.open(found.task)
         try:
-            for one in repeat(found.calls, session):
+            for one in repeat(found.calls, session, score=not timed_out):
                 if isinstance(one, Again):
                     watch(one)
                     calls, first = calls + 1, first or (one if one.differs else None)
@@ -105,8 +106,12 @@ def _repeated(found: Recording, watch: Callable[[Again], None]) -> Reproduction:
             session.close()
     finally:
         environment.close()
-    assert judged is not None
-    return _ended(found, f"a fresh sandbox of kind {kind}", calls, first, judged)
+    how = f"a fresh sandbox of kind {kind}"
+    if judged is None:
+        assert found.ended is not None  # its clock was spent: the model's time on it can't come again
+        return Reproduction(found, f"{how}; its clock had been spent, so that nothing was scored, then or now", calls,
+                            first, found.ended.outcome, found.ended.reason, found.ended.reward, None)  # fmt: skip
+    return _ended(found, how, calls, first, judged)
 
 
 def _ended(found: Recording, how: str, calls: int, first: Again | None, judged: Judged) -> Reproduction:
@@ -115,7 +120,7 @@ def _ended(found: Recording, how: str, calls: int, first: Again | None, judged: 
     return Reproduction(found, how, calls, first, judged.ending.outcome, judged.ending.reason, reward, judged.error)
 
 
-def environment_of(found: Recording) -> tuple[ToolEnvironment, str]:
+def environment_of(found: Recording, docker: str | None = None) -> tuple[ToolEnvironment, str]:
     """An environment for one attempt of its task, and the kind of its sandbox."""
     if found.task.source != "terminal":
         raise SettingsError(f"episode {found.group}/{found.slot}: its task is of the source {found.task.source!r}, for "
@@ -123,7 +128,7 @@ def environment_of(found: Recording) -> tuple[ToolEnvironment, str]:
     from headrace.producers.environments.terminal import Terminal
 
     kind = str(found.sandbox.get("kind") or _data(found.task).get("sandbox"))
-    return Terminal(_backend(kind), 1, 1), kind
+    return Terminal(_backend(kind, docker), 2, 1), kind  # one for the calls, one for the score
 
 
 def _data(task: Task) -> dict[str, Any]:
@@ -134,14 +139,14 @@ def _data(task: Task) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _backend(kind: str) -> Backend:
+def _backend(kind: str, docker: str | None) -> Backend:
     from headrace.producers.sandboxes.docker import DockerBackend
     from headrace.producers.sandboxes.process import ProcessBackend
 
-    kinds: dict[str, Callable[[], Backend]] = {"docker": DockerBackend, "process": ProcessBackend}
+    kinds: dict[str, Callable[[], Backend]] = {"docker": lambda: DockerBackend(docker), "process": ProcessBackend}
     if kind not in kinds:
         raise SandboxFailed(f"the episode ran in a sandbox of kind {kind!r}, which this version of Headrace doesn't have")
     try:
         return kinds[kind]()
-    except SandboxFailed as error:
+    except (SandboxFailed, DaemonLost) as error:
         raise SandboxFailed(f"the episode ran in a sandbox of kind {kind}, and there is none here: {error}") from error

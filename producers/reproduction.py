@@ -32,15 +32,16 @@ class Again:
     differs: str | None
 
 
-def repeat(calls: Sequence[RecordedCall], session: Session) -> Iterator[Again | Judged]:
-    """Each call in turn, and at last how it ended: the verdict, or what ended it before."""
+def repeat(calls: Sequence[RecordedCall], session: Session, *, score: bool = True) -> Iterator[Again | Judged]:
+    """Each call in turn, and at last how it ended: the verdict (where it is to be taken), or what ended it before."""
     for number, call in enumerate(calls):
         now = session.call(call.name, call.arguments or {}, math.inf)
         yield Again(number, call, now, difference(call, now))
         if isinstance(now, Judged):
             yield now
             return
-    yield session.score()
+    if score:
+        yield session.score()
 
 
 def difference(call: RecordedCall, now: ToolResult | Judged) -> str | None:

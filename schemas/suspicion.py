@@ -85,6 +85,9 @@ class Signs:
     def _detail(self, detail: str, turn: int, about: Guarding) -> None:
         said = parsed_detail(detail)
         self.offered |= bool(said.get("tools"))
+        if (why := said.get("left_out")) is not None:
+            self.calls += 1
+            self._note(Sign.UNREAD, turn, f"what it says of the turn was left out: {why}")
         for call in calls_of(said, turn):
             self.calls += 1
             if call.arguments:
