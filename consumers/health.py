@@ -1,8 +1,8 @@
 """The health of a run's tasks: how often each is solved, by version; which teach nothing any more; whose infrastructure
 fails more often than that of the others, or more often from version to version.
 
-Pure: records of the small topics in, figures out. Every rate has its interval (Wilson's, 95 %), and nothing is said of a
-task on few episodes. Three states call for something:
+Pure: records of the small topics in, figures out. Every rate has its interval (Wilson's, 95 %), and nothing is said of
+a task on few episodes. Three states call for something:
 
 - `saturated`: of its newest episodes nearly all are successes: siblings' rewards are equal, and nothing is learnt;
 - `never_solved`: enough episodes, and no success in any;

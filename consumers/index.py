@@ -20,7 +20,8 @@ from .facts import Fact, address
 
 CACHE_KB = 8 << 10
 
-COUNTED, SUCCESS, FAILURE, UNKNOWN, LEFT_OUT = 1, 2, 4, 8, 16  # what is known of a slot, as bits; else infrastructure failed
+# What is known of a slot, as bits; else infrastructure failed.
+COUNTED, SUCCESS, FAILURE, UNKNOWN, LEFT_OUT = 1, 2, 4, 8, 16
 
 _OUTCOMES: dict[str, int] = {
     Outcome.MODEL_SUCCESS: SUCCESS, Outcome.MODEL_FAILURE: FAILURE, Outcome.UNKNOWN: UNKNOWN,

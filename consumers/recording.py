@@ -79,7 +79,8 @@ def recording(events: Iterable[Any], episode: str, attempt: int | None = None,
         elif isinstance(event, EpisodeStarted | Span | EpisodeEnded) and (event.group, event.slot) == (group, slot):
             found.setdefault((event.attempt, event.incarnation), {}).setdefault(event.sequence, event)
     if opening is None and not found:
-        raise SettingsError(f"there is no episode {episode!r}: give GROUP/SLOT, as `headrace show RUN episodes` lists them")
+        raise SettingsError(f"there is no episode {episode!r}: give GROUP/SLOT, as `headrace show RUN episodes` lists "
+                            "them")  # fmt: skip
     if opening is None:
         raise DataLossError(f"the opening record of group {group} is deleted, and its task with it")
     wanted = max(lessees, default=-1) if attempt is None else attempt

@@ -1,5 +1,5 @@
-"""Which tasks' rewards are suspicious? The marks that Headrace puts on episodes (docs/suspicious.md), counted by task, and
-beside them two signs of a scorer that is wrong:
+"""Which tasks' rewards are suspicious? The marks that Headrace puts on episodes (docs/suspicious.md), counted by task,
+and beside them two signs of a scorer that is wrong:
 
 - `contradicted`: answers given again that got another verdict (a scorer that isn't a function of what it judges);
 - `silent`: the share of attempts that ended without a verdict.

@@ -105,13 +105,14 @@ def status(
 def show(
     run: RunArgument,
     kind: Annotated[str | None, typer.Argument(help=f"{', '.join(KINDS)}; KIND/ID for one in full")] = None,
-    where: Annotated[list[str] | None, typer.Option(help="column=value, or a column that isn't empty; repeat it to narrow down")] = None,
+    where: Annotated[list[str] | None, typer.Option(help="column=value, or a column that isn't empty; repeat it to "
+                                                    "narrow down")] = None,
     as_json: Json = False,
     bootstrap: Bootstrap = None,
     config: ConfigOption = None,
 ) -> None:
-    """List a run's episodes, groups, batches, versions, replicas or tasks, or show one in full: an episode turn by turn,
-    of the others (and with --json) all records."""
+    """List a run's episodes, groups, batches, versions, replicas or tasks, or show one in full: an episode turn by
+    turn, of the others (and with --json) all records."""
     name, _, wanted = (kind or "").partition("/")
     if kind is not None and name not in KINDS:
         raise SettingsError(f"no kind {name!r}: use one of {', '.join(KINDS)}, or KIND/ID")

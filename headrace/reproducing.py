@@ -46,20 +46,21 @@ class Reproduction:
         """Whether outcome and reward are those that were recorded."""
         was = self.recording.ended
         assert was is not None
-        rewards = (was.reward, self.reward)
-        equal = rewards[0] == rewards[1] or (None not in rewards and math.isclose(*rewards, rel_tol=1e-9))  # type: ignore[arg-type]
-        return was.outcome == self.outcome and equal
+        if was.reward is None or self.reward is None:
+            return was.outcome == self.outcome and was.reward is self.reward
+        return was.outcome == self.outcome and math.isclose(was.reward, self.reward, rel_tol=1e-9)
 
 
 def reproduce(run: Run, episode: str, attempt: int | None = None, docker: str | None = None,
               watch: Callable[[Again], None] = lambda _: None) -> Reproduction:  # fmt: skip
-    """`watch` is told of each call; `docker`: the daemon's address. Raises SettingsError where there is nothing to repeat, SandboxFailed where its kind
-    of sandbox can't be had here, EnvironmentFailed where its task isn't what it was."""
+    """`watch` is told of each call; `docker`: the daemon's address. Raises SettingsError where there is nothing to
+    repeat, SandboxFailed where its kind of sandbox can't be had here, EnvironmentFailed where its task isn't what it
+    was."""
     events = (event for _, event in run.events(TRAJECTORIES, episode=episode))
     found = recording(events, episode, attempt)
     if found.ended is None:
-        raise SettingsError(f"episode {episode} of run {run.name!r} has not ended (attempt {found.attempt}): there is no "
-                            "outcome yet that could come out again")  # fmt: skip
+        raise SettingsError(f"episode {episode} of run {run.name!r} has not ended (attempt {found.attempt}): there is "
+                            "no outcome yet that could come out again")  # fmt: skip
     if found.task.source in JUDGED_ALONE:
         return _judged_again(found, run.settings.rollout.score_timeout_s)
     return _repeated(found, docker, watch)
@@ -145,7 +146,8 @@ def _backend(kind: str, docker: str | None) -> Backend:
 
     kinds: dict[str, Callable[[], Backend]] = {"docker": lambda: DockerBackend(docker), "process": ProcessBackend}
     if kind not in kinds:
-        raise SandboxFailed(f"the episode ran in a sandbox of kind {kind!r}, which this version of Headrace doesn't have")
+        raise SandboxFailed(f"the episode ran in a sandbox of kind {kind!r}, which this version of Headrace doesn't "
+                            "have")  # fmt: skip
     try:
         return kinds[kind]()
     except (SandboxFailed, DaemonLost) as error:

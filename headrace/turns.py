@@ -36,7 +36,8 @@ def decoder(model_path: str) -> Decode | None:
 
 def episode_lines(found: Recording, decode: Decode | None) -> Iterator[str]:
     task = found.task
-    yield f"episode {found.group}/{found.slot}, attempt {found.attempt} by {found.incarnation[:8]}; task {task.id} ({task.source})"
+    yield (f"episode {found.group}/{found.slot}, attempt {found.attempt} by {found.incarnation[:8]}; task {task.id} "
+           f"({task.source})")  # fmt: skip
     if found.started is not None:
         s = found.started
         yield f"temperature {s.temperature:g}, at most {s.max_new_tokens} tokens, seed {s.seed}, worker {s.worker}"

@@ -1,8 +1,8 @@
 """Does an attempt's tools say the same again? Repeats recorded calls in a fresh session, and compares.
 
-This module decides what a difference is: another text for the model, or another fact than time (exit status, limits that
-were met, a new shell, bytes left out). The calls after a difference are made too, since the outcome is what counts in the
-end. What the model said is not sampled again: its recorded calls stand for it.
+This module decides what a difference is: another text for the model, or another fact than time (exit status, limits
+that were met, a new shell, bytes left out). The calls after a difference are made too, since the outcome is what counts
+in the end. What the model said is not sampled again: its recorded calls stand for it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def repeat(calls: Sequence[RecordedCall], session: Session, *, score: bool = Tru
 
 def difference(call: RecordedCall, now: ToolResult | Judged) -> str | None:
     if isinstance(now, Judged):
-        return None if call.content is None else f"it ended the attempt: {now.ending.reason} ({now.error or 'no error'})"
+        said = f"it ended the attempt: {now.ending.reason} ({now.error or 'no error'})"
+        return None if call.content is None else said
     if call.content is None:
         return "it ended the attempt when it was recorded, and doesn't now"
     facts = [f"{name}: {was!r} was recorded, {is_!r} now" for name, was, is_ in _facts(call.facts, now.facts)]

@@ -41,7 +41,8 @@ def calls_of(said: Mapping[str, Any], turn: int) -> tuple[RecordedCall, ...]:
     told = [one for one in _objects(said.get("messages")) if one.get("role") == "tool"]
     calls = list(_objects(said.get("calls")))
     if not calls:
-        return tuple(RecordedCall(turn, str(one.get("name") or "tool"), None, _text(one.get("content"))) for one in told)
+        return tuple(RecordedCall(turn, str(one.get("name") or "tool"), None, _text(one.get("content")))
+                     for one in told)  # fmt: skip
     by_id = {str(one.get("tool_call_id")): one.get("content") for one in told}
     out = []
     for one in calls:

@@ -118,8 +118,8 @@ class TaskSettings(Section):
         if self.level is not None and not gym:
             raise ValueError("`level` is for source 'reasoning_gym', whose data sets have curricula")
         if (self.more or self.rested) and gym:
-            raise ValueError("`more` and `rested` are for tasks that come round again; of a reasoning-gym data set each "
-                             "item is drawn once: set `level`")  # fmt: skip
+            raise ValueError("`more` and `rested` are for tasks that come round again; of a reasoning-gym data set "
+                             "each item is drawn once: set `level`")  # fmt: skip
         if "{question}" not in self.template:
             raise ValueError("`template` has no {question}")
         return self
@@ -443,7 +443,8 @@ CHANGEABLE = (
     "loss.",
     "optimizer.learning_rate", "optimizer.warmup", "optimizer.weight_decay", "optimizer.max_grad_norm",
     "rollout.reserves", "rollout.max_attempts", "rollout.min_survivors", "rollout.deadline_s", "rollout.max_age_s",
-    "rollout.on_deadline", "rollout.zero_variance", "rollout.exclude_suspicious", "rollout.lease_timeout_s", "rollout.no_progress_s",
+    "rollout.on_deadline", "rollout.zero_variance", "rollout.exclude_suspicious", "rollout.lease_timeout_s",
+    "rollout.no_progress_s",
     "checkpoint.on_difference",
     "tasks.size", "tasks.level", "tasks.more", "tasks.rested", "tasks.rest_rounds",
 )  # fmt: skip

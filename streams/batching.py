@@ -4,8 +4,8 @@ Batch n trains v(n-1) into v(n); its manifest is written once n <= committed ver
 taken in the order in which their groups were completed. Staleness is that of the batch's target; a candidate without a
 trainable token left for the next target has none for a later one either, so it is disposed of as `stale` at once, which
 gives its place back. So is one whose counted success gave an answer that passed in too many tasks, as `suspicious`,
-where the settings exclude that. When the task source has ended and nothing is open, what is left makes a last, shorter batch, or,
-below `min_last_groups`, is left over for good.
+where the settings exclude that. When the task source has ended and nothing is open, what is left makes a last, shorter
+batch, or, below `min_last_groups`, is left over for good.
 """
 
 from __future__ import annotations

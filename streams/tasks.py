@@ -1,5 +1,6 @@
-"""Which task comes next: a pure function of a cursor and of the settings in force, so that the log alone says where a run
-stands. `headrace set` refreshes a source: what is drawn from then on is another, what was leased stands in the leases.
+"""Which task comes next: a pure function of a cursor and of the settings in force, so that the log alone says where a
+run stands. `headrace set` refreshes a source: what is drawn from then on is another; what was leased stands in the
+leases.
 
 A source makes tasks without their environment: the worker's environment turns `Task.data` into a prompt and a verdict.
 """

@@ -242,8 +242,10 @@ def tasks(source: LogSource) -> Iterator[Row]:
             for fact in read_facts(source, topic, partition, Failures()):
                 found.feed(fact)
     for one in found.health():
-        about: Row = {"task": one.task, "state": one.state, "repeats": one.repeats.count, "lost": one.lost,
-                      "contradicted": one.repeats.hits, "suspicious": one.suspicious, "attempts": one.attempts}  # fmt: skip
+        about: Row = {
+            "task": one.task, "state": one.state, "repeats": one.repeats.count, "contradicted": one.repeats.hits,
+            "suspicious": one.suspicious, "lost": one.lost, "attempts": one.attempts,
+        }  # fmt: skip
         for version, rate in one.by_version.items():
             yield about | {"version": version, "episodes": rate.count, "successes": rate.hits, "solved": rate.value,
                            "low": rate.low, "high": rate.high}  # fmt: skip

@@ -191,7 +191,8 @@ def reliability(facts: Sequence[Fact[Any]]) -> Reliability:
     boundaries: Counter[str] = Counter()
     signs: Counter[str] = Counter()
     found, answers = task_set(facts), Answers()
-    closed = [fact.event for fact in facts if isinstance(fact.event, GroupClosed) and fact.event.purpose == Purpose.TRAIN]
+    closed = [event for fact in facts if isinstance(event := fact.event, GroupClosed)
+              and event.purpose == Purpose.TRAIN]  # fmt: skip
     for group in closed:
         answers.see(group.task, group.slots)
     successes = excluded = 0

@@ -333,8 +333,9 @@ def _reliability(report: Report) -> Section:
     if found.alerts:
         return Section("reliability", question, f"Not everywhere: {found.alerts[0]}.", False, tuple(rows))
     if (unearned := found.suspicious_share) is not None and unearned > WARN_SUSPICIOUS:
-        said = (f"Their verdicts may not: {share(unearned)} of the successes look unearned; `headrace show {report.run} "
-                "episodes --where suspicious` has the evidence, rollout.exclude_suspicious leaves them out.")  # fmt: skip
+        said = (f"Their verdicts may not: {share(unearned)} of the successes look unearned; `headrace show "
+                f"{report.run} episodes --where suspicious` has the evidence, and rollout.exclude_suspicious leaves "
+                "them out.")  # fmt: skip
         return Section("reliability", question, said, False, tuple(rows))
     return Section(
         "reliability", question, f"Yes: {share(lost)} of {found.attempts} attempts were lost.", True, tuple(rows)

@@ -36,7 +36,7 @@ PARTS = {
     "task.toml": '[metadata]\nsandboxes = ["docker", "process"]\n[environment]\nmemory_mb = 256\nstorage_mb = 64\n',
     "instruction.md": "Write the answer.\n",
     "environment/Dockerfile": "FROM headrace-plain:tools\nWORKDIR /app\n",
-    "tests/test.sh": 'mkdir -p /logs/verifier; [ "$(cat answer)" = 42 ]; echo $((1 - $?)) > /logs/verifier/reward.txt\n',
+    "tests/test.sh": '[ "$(cat answer)" = 42 ]; echo $((1 - $?)) > /logs/verifier/reward.txt\n',
 }
 
 
@@ -58,9 +58,10 @@ def play(terminal: Terminal, task: Task, episode: Episode, commands: tuple[str, 
     session, end = terminal.open(task), None
     episode.start(temperature=1.0, max_new_tokens=999, seed=1)
     episode.prompt(dialogue.new, dialogue.detail())
+    assert dialogue.new
     for command in (*commands, None):
-        raw = "Done." if command is None else (
-            "<tool_call>\n" + json.dumps({"name": "bash", "arguments": {"command": command}}) + "\n</tool_call>")  # fmt: skip
+        asked = json.dumps({"name": "bash", "arguments": {"command": command}})
+        raw = "Done." if command is None else f"<tool_call>\n{asked}\n</tool_call>"
         ids = Pairs(TOOLS).encode(raw)
         episode.model(ids, [-0.5] * len(ids), version=0)
         dialogue.written()
@@ -163,7 +164,8 @@ def test_calls_come_out_the_same_or_the_first_difference_is_shown_and_the_outcom
 def test_recording_is_of_the_attempt_that_was_leased_last_and_of_no_foreign_writer() -> None:
     first, again, foreign = Script(), Script(attempt=1, incarnation="w1"), Script(attempt=1, incarnation="w9")
     events = [lease(assignments={0: 0}), *first.whole(0.0), *foreign.whole(1.0, tokens=9),
-              lease(assignments={0: 1}, incarnation="w1", opens=False), *again.whole(1.0), *foreign.whole(1.0)]  # fmt: skip
+              lease(assignments={0: 1}, incarnation="w1", opens=False), *again.whole(1.0),
+              *foreign.whole(1.0)]  # fmt: skip
     found = recording(events, "g/0")
     assert (found.attempt, found.incarnation, found.task.id) == (1, "w1", "chain_sum-0-0")
     assert [len(part.tokens) for part in found.parts] == [3, 4] and found.ended is not None

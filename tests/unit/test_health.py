@@ -46,7 +46,8 @@ def lost(count: int, of: int, outcome: str = "infra_failure") -> list[str]:
     return [outcome] * count + ["model_failure"] * (of - count)
 
 
-@pytest.mark.parametrize(("rate", "low", "high"), [  # values of Wilson's interval as R's prop.test (no correction) has them
+# Values of Wilson's interval as R's prop.test (without correction) has them.
+@pytest.mark.parametrize(("rate", "low", "high"), [
     (Rate(0, 10), 0.0, 0.2775328), (Rate(10, 10), 0.7224672, 1.0), (Rate(3, 10), 0.1077913, 0.6032219),
 ])  # fmt: skip
 def test_interval_is_wilson_s(rate: Rate, low: float, high: float) -> None:
@@ -81,7 +82,8 @@ def test_task_is_called_saturated_or_never_solved_on_enough_episodes_alone_and_b
 
 def test_same_answer_with_another_verdict_makes_a_task_flaky() -> None:
     one, other = b"answer 1", b"answer 2"
-    facts = [closed("t", slot(0, True, answer=one), slot(1, False, answer=other)), closed("t", slot(0, True, answer=one))]
+    facts = [closed("t", slot(0, True, answer=one), slot(1, False, answer=other)),
+             closed("t", slot(0, True, answer=one))]  # fmt: skip
     steady = task_set(facts).health()[0]
     assert steady.state is None and (steady.repeats.hits, steady.repeats.count) == (0, 1)
     flaky = task_set([*facts, closed("t", slot(0, False, answer=one))]).health()[0]

@@ -1,4 +1,5 @@
-"""Rewards without the work: each sign on a group that shows it and on one that doesn't; what is excluded is accounted."""
+"""Rewards without the work: each sign on a group that shows it and on one that doesn't; what is excluded is
+accounted."""
 
 from __future__ import annotations
 
@@ -14,16 +15,17 @@ from headrace.consumers.facts import Fact, Failures
 from headrace.consumers.index import Index
 from headrace.consumers.partition import account_of
 from headrace.consumers.recount import Recount, by_commit
-from headrace.schemas.columns import pack_ids
 from headrace.schemas.codec import decode, encode
-from headrace.schemas.events import Blob, EpisodeEnded, Event, GroupClosed, Lease, Position, SlotFate, Span, Task
-from headrace.schemas.hashes import digest
+from headrace.schemas.columns import pack_ids
+from headrace.schemas.events import Blob, Disposed, Event, GroupClosed, SlotFate, Task, VersionRun
+from headrace.schemas.hashes import GENESIS, digest
 from headrace.schemas.outcomes import Account, Source
 from headrace.schemas.suspicion import ANSWER_TOKENS, TASKS, Answers, Sign, Signs, guarded_paths
 from headrace.streams.assembler import Fold
+from headrace.streams.batching import Batching, Candidate
 from headrace.streams.log import reader
 from headrace.streams.progress import Progress
-from tests.scripted import TASK, Record, Script, lease, spec
+from tests.scripted import TASK, Record, Script, lease, run_settings, spec
 
 
 def bash(command: str) -> str:
@@ -82,7 +84,8 @@ def test_call_that_names_what_the_verifier_owns_is_the_evidence(command: str, si
     assert signs(first) == ([sign] if sign else [])
     assert not second.suspicions, "what was not rewarded is no suspicious reward"
     if sign:
-        assert first.suspicions[0].evidence.startswith("turn 0: bash: ") and command[:20] in first.suspicions[0].evidence
+        evidence = first.suspicions[0].evidence
+        assert evidence.startswith("turn 0: bash: ") and command[:20] in evidence
 
 
 def test_success_without_a_tool_call_is_marked_where_there_were_tools_and_nowhere_else() -> None:
@@ -232,3 +235,31 @@ def test_span_of_the_model_is_no_call() -> None:
 
 class _Nothing:
     guarded = guarded_paths("")
+
+
+def test_candidate_whose_answer_passed_in_too_many_tasks_is_disposed_of_where_the_settings_say_so() -> None:
+    def candidate(number: int, answer: bytes) -> Candidate:
+        fates = tuple(replace(success(answer), slot=slot, versions=(VersionRun(0, ANSWER_TOKENS),)) for slot in (0, 1))
+        return Candidate(0, number, GroupClosed(
+            number, GENESIS, number, f"g{number}", "candidate", "train", f"task-{number}", 0, 0, None, fates,
+            {"candidate": 2 * ANSWER_TOKENS}, 0, b"\0" * 16, (), 0))  # fmt: skip
+
+    def decided(*exclude: str) -> list[tuple[str, str]]:
+        settings = run_settings(batch={"groups": 2}, rollout={"group_size": 2, "exclude_suspicious": exclude})
+        batching, out = Batching(), list[tuple[str, str]]()
+        batching.committed = 0
+        for number, answer in enumerate([b"sesame", b"sesame", b"other", b"sesame", b"sesame", b"another"]):
+            batching.closed(candidate(number, answer), settings)
+            batching.positions = {0: number + 1}
+            for event, _ in batching.decide(settings, (0, b""), 0, last=False):
+                if isinstance(event, Disposed):
+                    out.append((event.group, event.disposition))
+                    assert "passed in task-0, task-1, task-3" in event.reason and event.reason.startswith("slot 0: ")
+                else:
+                    out += [(ref.group, f"batch {event.batch}") for ref in event.groups]
+        return out
+
+    assert decided() == [(f"g{i}", f"batch {1 + i // 2}") for i in range(4)], "two batches may be ahead"
+    # The first batch was decided before the answer came back in a third task; what comes after it is let go.
+    assert decided("same_answer") == [("g0", "batch 1"), ("g1", "batch 1"), ("g3", "suspicious"),
+                                      ("g4", "suspicious"), ("g2", "batch 2"), ("g5", "batch 2")]  # fmt: skip
