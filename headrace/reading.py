@@ -20,6 +20,7 @@ import typer
 
 from headrace.consumers.facts import Fact
 from headrace.consumers.figures import Figures, Quantiles, figures
+from headrace.consumers.health import task_set
 from headrace.consumers.letters import DeadLetters, dead_letters
 from headrace.consumers.recording import recording
 from headrace.consumers.report.words import seconds
@@ -95,11 +96,13 @@ def status(
     letters = dead_letters(source)
     facts = read_small(source)
     found, waits = state(facts, opened.settings, int(time.time() * 1000), letters.count), figures(facts).waits
+    alerts = task_set(facts).alerts()
     if as_json:
         say([dumps(jsonable(found) | {"run": run, "held_up_by": found.held_up_by, "letters": letters_row(letters),
-                                      "waits": waits})])  # fmt: skip
+                                      "waits": waits, "alerts": alerts})])  # fmt: skip
     else:
         say(status_lines(run, found, letters, waits))
+        say(f"alert       {alert}" for alert in alerts)
 
 
 def show(

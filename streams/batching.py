@@ -61,7 +61,7 @@ class Batching:
         self._drifts = Drifts()
         self._decided: set[str] = set()  # groups that `batches` names and whose closure is still to be read
         self._marks: dict[int, int] = {}  # positions of the newest manifest
-        self._closures = self._solved = self._judged = 0  # since then
+        self._closures = self._solved = self._judged = self._left_out = 0  # since then
 
     def unpublished(self, published: int) -> int:
         """Groups in manifests whose version is not yet published."""
@@ -92,6 +92,7 @@ class Batching:
             self._closures += 1
             outcomes = [fate.outcome for fate in closure.slots if Outcome(fate.outcome).trainable]
             self._judged += len(outcomes)
+            self._left_out += sum(fate.excluded for fate in closure.slots)
             self._solved += outcomes.count(Outcome.MODEL_SUCCESS)
         if closure.group in self._decided:
             self._decided.discard(closure.group)
@@ -103,7 +104,7 @@ class Batching:
         self._sizes[manifest.batch] = len(manifest.groups)
         self.reusing.manifested(manifest)
         self._marks = {one.partition: one.offset for one in manifest.positions}
-        self._closures = self._solved = self._judged = 0
+        self._closures = self._solved = self._judged = self._left_out = 0
 
     # ------------------------------------------------------------------------------------------------- decisions
 
@@ -208,6 +209,10 @@ class Batching:
         if not self._judged:
             return NoProgress(f"{said}: not one episode was judged, so the workers or the environment fail; see the "
                               "reasons in `headrace show RUN episodes`")  # fmt: skip
+        if 2 * self._left_out > self._solved:
+            return NoProgress(f"{said}: {self._left_out} of {self._solved} successes were left out as suspicious (see "
+                              "`headrace show RUN episodes --where suspicious`); mend the verifiers, or take signs out "
+                              "of rollout.exclude_suspicious")  # fmt: skip
         rate = self._solved / self._judged
         how, what = ("hard", "easier tasks or solved examples") if rate < 0.5 else ("easy", "harder tasks")
         return TooUniform(f"{said}: the tasks are too {how} for this policy ({rate:.1%} of {self._judged} episodes "

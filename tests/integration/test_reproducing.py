@@ -19,7 +19,7 @@ from headrace.producers.environments.terminal import Terminal
 from headrace.producers.groups import Episode
 from headrace.producers.toolcalls import parsed
 from headrace.schemas.errors import DataLossError, SettingsError
-from headrace.schemas.events import Task
+from headrace.schemas.events import Lease, Task
 from headrace.schemas.settings import TaskSettings
 from headrace.schemas.topics import RunTopics
 from headrace.streams.tasks import task_source
@@ -112,10 +112,10 @@ def played(kafka: Mapping[str, Any], tmp_path_factory: pytest.TempPathFactory) -
     yield name, folder
 
 
-def ids(headrace: Command, name: str) -> list[str]:
-    """Of the groups, in the order in which they were opened."""
-    records = [event for _, event in open_run(name, {"bootstrap.servers": headrace.address}).events("trajectories")]
-    return list(dict.fromkeys(event.group for event in records if type(event).__name__ == "Lease"))
+def groups(headrace: Command, name: str) -> dict[str, str]:
+    """By task."""
+    opened = open_run(name, {"bootstrap.servers": headrace.address}).events("trajectories", kinds=Lease)
+    return {event.task.id: event.group for _, event in opened if isinstance(event, Lease)}
 
 
 @pytest.mark.slow
@@ -123,7 +123,8 @@ def test_calls_come_out_the_same_or_the_first_difference_is_shown_and_the_outcom
     played: tuple[str, Path], headrace: Command
 ) -> None:
     name, folder = played
-    tools, answers = sorted(ids(headrace, name), key=lambda one: one != ids(headrace, name)[0])
+    by_task = groups(headrace, name)
+    tools, answers = by_task["answer"], by_task["vowels"]
     same = headrace.json("replay", name, "--episode", f"{tools}/0")
     assert (same["same"], same["first_difference"], same["calls"], same["of"]) == (True, None, 4, 4)
     assert same["now"]["reward"] == same["was"]["reward"] == 1.0 and "kind process" in same["how"]

@@ -17,6 +17,7 @@ from headrace.consumers.partition import account_of
 from headrace.consumers.recount import Recount, by_commit
 from headrace.schemas.codec import decode, encode
 from headrace.schemas.columns import pack_ids
+from headrace.schemas.errors import NoProgress
 from headrace.schemas.events import Blob, Disposed, Event, GroupClosed, SlotFate, Task, VersionRun
 from headrace.schemas.hashes import GENESIS, digest
 from headrace.schemas.outcomes import Account, Source
@@ -263,3 +264,16 @@ def test_candidate_whose_answer_passed_in_too_many_tasks_is_disposed_of_where_th
     # The first batch was decided before the answer came back in a third task; what comes after it is let go.
     assert decided("same_answer") == [("g0", "batch 1"), ("g1", "batch 1"), ("g3", "suspicious"),
                                       ("g4", "suspicious"), ("g2", "batch 2"), ("g5", "batch 2")]  # fmt: skip
+
+
+def test_run_that_leaves_out_nearly_all_successes_says_so_when_it_gives_up() -> None:
+    settings = run_settings(batch={"groups": 2, "max_groups_per_batch": 3}, rollout={"group_size": 2})
+    batching = Batching()
+    batching.committed = 0
+    for number in range(4):
+        fates = tuple(replace(success(b"hacked"), slot=slot, counted=False, excluded=True) for slot in (0, 1))
+        batching.closed(Candidate(0, number, GroupClosed(
+            number, GENESIS, number, f"g{number}", "too_few_survivors", "train", "t", 0, 0, None, fates, {}, 0, None,
+            (), 0)), settings)  # fmt: skip
+    with pytest.raises(NoProgress, match="8 of 8 successes were left out as suspicious.*exclude_suspicious"):
+        batching.decide(settings, (0, b""), 0, last=False)
