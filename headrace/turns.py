@@ -71,7 +71,11 @@ def _part(part: Part, decode: Decode | None) -> Iterator[str]:
     for call in part.calls:
         yield from call_lines(call)
     messages = [one for one in part.said.get("messages") or () if isinstance(one, dict) and one.get("role") != "tool"]
-    if not part.calls or messages or part.source == Source.PROMPT:
+    scorer = part.said.get("scorer")
+    if isinstance(scorer, dict):
+        yield "  scorer:"
+        yield from _text(str(scorer.get("output") or "[it printed nothing]"))
+    if len(part.tokens) and (not part.calls or messages or part.source == Source.PROMPT):
         yield f"  {part.source}: {len(part.tokens)} tokens{_seconds(part.timings_ms)}"
     for message in messages:
         yield f"    {message.get('role')}:"
