@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 
-from headrace.schemas.errors import TasksExhausted
+from headrace.schemas.errors import InvalidRecord, TasksExhausted
+from headrace.schemas.events import SettingsChanged
+from headrace.schemas.hashes import GENESIS
 from headrace.schemas.settings import TaskSettings
+from headrace.streams.coordinator import Coordinator
 from headrace.streams.tasks import TaskSource, task_source
+from tests.scripted import record, run_settings
 
 
 def gym(**over: Any) -> TaskSource:
@@ -122,3 +126,28 @@ def test_what_a_source_can_t_do_is_no_setting_of_it(over: dict[str, Any]) -> Non
 def test_source_makes_tasks_without_their_environment() -> None:
     code = "import headrace.streams.tasks, sys; assert 'reasoning_gym' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_coordinator_draws_by_the_settings_in_force_and_what_they_name_must_be_there(tmp_path: Path) -> None:
+    path, more = tmp_path / "t.jsonl", tmp_path / "more.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    more.write_text('{"prompt": "b"}\n')
+    settings = run_settings(tasks={"source": "jsonl", "path": str(path), "score": "m:f"})
+    coordinator = Coordinator(settings, task_source(settings.tasks))
+
+    def change(**changes: Any) -> None:
+        said = json.dumps({f"tasks.{name}": value for name, value in changes.items()})
+        event = SettingsChanged(0, GENESIS, "set", said, 0)
+        coordinator.observe("policy", record(0, event), event)
+
+    def drawn() -> list[str]:
+        return [task.id for cursor in range(3) if (task := coordinator._source.at(cursor))]
+
+    change(more=[str(more)])
+    assert drawn() == ["t-0", "more-0", "t-0"]
+    change(rested=["t-0"], size=2)
+    assert drawn() == ["t-0", "more-0"] and coordinator.settings.tasks.more == (str(more),)
+    with pytest.raises(InvalidRecord, match="tasks.path can't change"):
+        change(path="x")
+    with pytest.raises(TasksExhausted, match="/no/such.jsonl: can't be read"):
+        change(more=["/no/such.jsonl"])
