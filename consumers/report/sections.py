@@ -352,8 +352,8 @@ def _suspicious(found: Reliability) -> str:
 def _task_rows(found: Reliability) -> Iterator[Row]:
     for name, (meaning, what) in STATES.items():
         if tasks := found.tasks_that_are(name):
-            rates = {"flaky": lambda t: t.repeats, "saturated": lambda t: t.recent}.get(name, lambda t: t.solved)
-            said = ", ".join(f"{t.task}: {rates(t)}" for t in tasks[:5])
+            rates = [t.repeats if name == "flaky" else t.recent if name == "saturated" else t.solved for t in tasks[:5]]
+            said = ", ".join(f"{t.task}: {rate}" for t, rate in zip(tasks, rates, strict=False))
             yield Row(name.replace("_", " "), said + (", ..." if len(tasks) > 5 else ""), f"{meaning}; {what}")
 
 

@@ -18,9 +18,11 @@ LINK: dict[str, Any] = {"number": 0, "previous": GENESIS}
 
 
 def slot(number: int, success: bool, version: int = 0, answer: bytes | None = None, **over: Any) -> SlotFate:
-    plain = dict(slot=number, attempt=0, incarnation="w", outcome="model_success" if success else "model_failure",
-                 reason="stop", boundary="none", reward=float(success), counted=True, model_tokens=4, context_tokens=3,
-                 versions=(VersionRun(version, 4),), answer=answer)  # fmt: skip
+    plain: dict[str, Any] = dict(
+        slot=number, attempt=0, incarnation="w", outcome="model_success" if success else "model_failure", reason="stop",
+        boundary="none", reward=float(success), counted=True, model_tokens=4, context_tokens=3,
+        versions=(VersionRun(version, 4),), answer=answer,
+    )  # fmt: skip
     return SlotFate(**(plain | over))
 
 
@@ -51,7 +53,7 @@ def lost(count: int, of: int, outcome: str = "infra_failure") -> list[str]:
     (Rate(0, 10), 0.0, 0.2775328), (Rate(10, 10), 0.7224672, 1.0), (Rate(3, 10), 0.1077913, 0.6032219),
 ])  # fmt: skip
 def test_interval_is_wilson_s(rate: Rate, low: float, high: float) -> None:
-    assert (rate.low, rate.high) == (pytest.approx(low, abs=1e-6), pytest.approx(high, abs=1e-6))
+    assert rate.low == pytest.approx(low, abs=1e-6) and rate.high == pytest.approx(high, abs=1e-6)
     assert Rate(0, 0).value is None and (Rate(0, 0).low, Rate(0, 0).high) == (0.0, 1.0)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace.consumers.accounts import Accounts
@@ -52,7 +53,7 @@ def closed(*attempts: Sequence[Event], exclude: tuple[str, ...] = (), task: Task
 
 def folded(events: Sequence[Event]) -> tuple[GroupClosed, list[Record]]:
     """The closure that these events lead to, and their records."""
-    fold, records, found = Fold(), [], []
+    fold, records, found = Fold(), list[Record](), list[Any]()
     for event in events:
         records.append(Record(len(records), 1000 + len(records), encode(event)))
         found += [effect.record for effect in fold.apply(records[-1]) if hasattr(effect, "record")]
@@ -121,7 +122,7 @@ def test_same_answer_with_another_reward_is_marked_and_cuts_of_spans_make_no_dif
         script, at, events = Script(slot=slot), 0, list[Event]()
         events += [script.started(), script.span(3, Source.PROMPT)]
         for count in parts:
-            events.append(replace(script.span(count), tokens=pack_ids(ids[at : at + count])))
+            events.append(replace(script.span(count), tokens=pack_ids(np.array(ids[at : at + count], np.int32))))
             at += count
         return [*events, script.ended(reward)]
 
