@@ -146,7 +146,7 @@ def test_calls_come_out_the_same_or_the_first_difference_is_shown_and_the_outcom
     assert headrace("replay", name, "--episode", f"{answers}/1")[0] == 1, "the verifier says 0.5"
 
     # What can't be repeated is said, in one line.
-    for wanted, status, said in ((f"{tools}/9", 2, "has no attempt"), ("g/0", 2, "no episode 'g/0'"),
+    for wanted, status, said in ((f"{tools}/9", 2, "there is no episode"), ("g/0", 2, "no episode 'g/0'"),
                                  ("g", 2, "give GROUP/SLOT")):  # fmt: skip
         code, out, error = headrace("replay", name, "--episode", wanted)
         assert (code, out, error.count("\n")) == (status, "", 1) and said in error
