@@ -27,6 +27,7 @@ def lines(path: Path, count: int) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_tasks_rest_and_others_are_taken_in_and_a_restart_draws_the_same(
     kafka: Any, run_name: str, tmp_path: Path, headrace: Command
 ) -> None:
