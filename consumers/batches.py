@@ -109,7 +109,7 @@ class Batches:
 
     def _disposed(self, fact: Fact[Disposed]) -> None:
         event = fact.event
-        if event.disposition not in (Disposition.STALE, Disposition.LEFTOVER):
+        if event.disposition not in (Disposition.STALE, Disposition.LEFTOVER, Disposition.SUSPICIOUS):
             self._fail(fact, f"{event.disposition!r} is not a disposition of a group without a batch")
             return
         closed = self._decide(fact, event.group, (event.partition, event.offset), event.disposition)

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from headrace.schemas.events import GroupClosed
-from headrace.schemas.outcomes import Account, Outcome
+from headrace.schemas.outcomes import SUSPICIOUS, Account, Outcome
 
 from .facts import Fact, address
 
 CACHE_KB = 8 << 10
 
-COUNTED, SUCCESS, FAILURE, UNKNOWN = 1, 2, 4, 8  # what is known of a slot, as bits; else infrastructure failed
+# What is known of a slot, as bits; else infrastructure failed.
+COUNTED, SUCCESS, FAILURE, UNKNOWN, LEFT_OUT = 1, 2, 4, 8, 16
 
 _OUTCOMES: dict[str, int] = {
     Outcome.MODEL_SUCCESS: SUCCESS, Outcome.MODEL_FAILURE: FAILURE, Outcome.UNKNOWN: UNKNOWN,
@@ -48,10 +49,13 @@ class ClosedSlot:
     success: bool
     failure: bool  # the model's
     unknown: bool
+    excluded: bool  # as suspicious
 
     @property
     def account(self) -> str:
         """Of one that doesn't count."""
+        if self.excluded:
+            return f"{Account.EXCLUDED} ({SUSPICIOUS})"
         if self.success or self.failure:
             return str(Account.SURPLUS)
         return f"{Account.EXCLUDED} ({Outcome.UNKNOWN if self.unknown else Outcome.INFRA_FAILURE})"
@@ -110,7 +114,8 @@ class Index:
         event = fact.event
         slots = array("q")
         for fate in event.slots:
-            slots.extend((fate.slot, fate.model_tokens, COUNTED * fate.counted + _OUTCOMES.get(fate.outcome, 0)))
+            slots.extend((fate.slot, fate.model_tokens, COUNTED * fate.counted + _OUTCOMES.get(fate.outcome, 0)
+                          + LEFT_OUT * fate.excluded))
         done = self._db.execute(
             "INSERT OR IGNORE INTO closures VALUES (?,?,?,?,?,?,?,?,?,?,NULL)",
             (event.group, fact.partition, fact.offset, event.closure, event.purpose, event.opened,
@@ -193,6 +198,6 @@ def _closed(row: tuple[str, int, int, str, str, int, int, bytes | None, str, byt
     packed.frombytes(row[9])
     triples = zip(packed[::3], packed[1::3], packed[2::3], strict=True)
     slots = tuple(ClosedSlot(slot, tokens, bool(what & COUNTED), bool(what & SUCCESS), bool(what & FAILURE),
-                             bool(what & UNKNOWN))
+                             bool(what & UNKNOWN), bool(what & LEFT_OUT))
                   for slot, tokens, what in triples)  # fmt: skip
     return Closed(*row[:9], slots, row[10])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.schemas.events import Addendum, GroupClosed, SlotFate
-from headrace.schemas.outcomes import Account, Closure
+from headrace.schemas.outcomes import SUSPICIOUS, Account, Closure
 from headrace.schemas.topics import DEADLETTER, GROUPS, TRAJECTORIES
 
 from .accounts import Accounts
@@ -118,6 +118,8 @@ def account_of(slot: SlotFate, closure: str) -> tuple[Account | None, str]:
     """Account and reason of a slot's last attempt; None while its candidate is undecided."""
     if not trainable(slot.outcome):
         return Account.EXCLUDED, slot.outcome
+    if slot.excluded:
+        return Account.EXCLUDED, SUSPICIOUS
     if not slot.counted:
         return Account.SURPLUS, ""
     return (None, "") if closure == Closure.CANDIDATE else (Account.EXCLUDED, closure)

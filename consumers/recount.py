@@ -29,11 +29,12 @@ from headrace.schemas.events import (
     Kinds,
     Lease,
     Position,
+    SlotFate,
     Span,
     Tick,
 )
 from headrace.schemas.hashes import crc, digest
-from headrace.schemas.outcomes import Account, Closure, Outcome, Source
+from headrace.schemas.outcomes import Account, Closure, Outcome, Purpose, Source
 from headrace.schemas.topics import TRAJECTORIES
 from headrace.streams.log.reader import Record
 
@@ -308,7 +309,7 @@ class Recount:
             fate = fates.get(slot)
             if fate is None or attempt != fate.attempt:
                 counted[Account.SUPERSEDED] += tokens
-            elif not trainable(fate.outcome):
+            elif not trainable(fate.outcome) or fate.excluded:
                 counted[Account.EXCLUDED] += tokens
             elif not fate.counted:
                 counted[Account.SURPLUS] += tokens
@@ -317,9 +318,18 @@ class Recount:
         for fate in closure.slots:
             if fate.model_tokens != (n := group.tokens[fate.slot, fate.attempt]):
                 self._fail("recount", fact, f"{fate.model_tokens} model tokens in slot {fate.slot}; counted: {n}")
+            due = self._excludes(group.opening, fate)
+            if fate.excluded != due or (due and fate.counted):
+                self._fail("recount", fact, f"excluded={fate.excluded} of slot {fate.slot} of {closure.group}, which "
+                           f"the rules of its opening record and its suspicions make {due}")  # fmt: skip
         said = {name: n for name, n in closure.accounts.items() if n}
         if said != (own := {str(name): n for name, n in counted.items() if n}):
             self._fail("recount", fact, f"accounts {said} of {closure.group}; counted: {own}")
+
+    @staticmethod
+    def _excludes(opening: Lease, fate: SlotFate) -> bool:
+        trains = opening.purpose == Purpose.TRAIN and not opening.unmanaged
+        return trains and any(one.sign in opening.spec.exclude for one in fate.suspicions)
 
     def _at(self, offset: int) -> str:
         return address(TRAJECTORIES, self.partition, offset)

@@ -22,12 +22,15 @@ from headrace.schemas.events import (
     PublicationClock,
     RunCreated,
     SlotFate,
+    Suspicion,
     Version,
 )
 from headrace.schemas.outcomes import Closure, Disposition
+from headrace.schemas.suspicion import Answers
 from headrace.schemas.topics import BATCHES, FLEET, GROUPS, POLICY, TASKS
 
 from .facts import Fact, Failures, read_facts
+from .health import Rate, task_set
 from .proofs import max_lag
 from .source import LogSource
 
@@ -71,12 +74,17 @@ def fates(facts: Facts) -> dict[str, tuple[str, int | None, int | None]]:
 
 
 def episodes(facts: Facts) -> list[Row]:
-    """The last attempt of each slot of closed groups, and each ended attempt of open ones."""
-    rows = []
+    """The last attempt of each slot of closed groups, and each ended attempt of open ones. `suspicious`: the signs that
+    its reward was not earned, with what shows them, by all that the run has seen since."""
+    rows, answers = [], Answers()
     closed = {fact.event.group: fact.event for fact in facts if isinstance(fact.event, GroupClosed)}
     for closure in closed.values():
+        answers.see(closure.task, closure.slots)
+    for closure in closed.values():
         for fate in closure.slots:
-            rows.append(_episode(closure.group, fate, closure.closure, fate.counted, _span(fate)))
+            row = _episode(closure.group, fate, closure.closure, fate.counted, _span(fate))
+            said = "; ".join(f"{one.sign}: {one.evidence}" for one in suspicions(fate, answers))
+            rows.append(row | {"suspicious": said or None})
     for event in (fact.event for fact in facts):
         if isinstance(event, AttemptEnded) and event.group not in closed:
             rows.append(_episode(event.group, event, "open", False, ""))
@@ -89,8 +97,14 @@ def _episode(group: str, of: SlotFate | AttemptEnded, closure: str, counted: boo
     return {
         "id": f"{group}/{of.slot}", "attempt": of.attempt, "outcome": of.outcome, "reason": of.reason,
         "boundary": of.boundary, "reward": of.reward, "counted": counted, "tokens": of.model_tokens,
-        "versions": versions, "closure": closure,
+        "versions": versions, "closure": closure, "suspicious": None,
     }  # fmt: skip
+
+
+def suspicions(fate: SlotFate, answers: Answers) -> tuple[Suspicion, ...]:
+    """Those of its group's closure, and that its answer passed in too many tasks: which shows with time."""
+    again = answers.suspicion(fate)
+    return fate.suspicions if again is None else (*fate.suspicions, again)
 
 
 def _span(fate: SlotFate) -> str:
@@ -219,19 +233,25 @@ def replicas(facts: Facts) -> list[Row]:
 
 
 def tasks(facts: Facts) -> list[Row]:
-    """Every task that was leased or closed, with what its groups came to."""
+    """Every task that was leased or closed, with what its groups came to. `solved`, `low`, `high`: share of counted
+    episodes that are successes, with its interval; `newest`: the same, of the newest version that sampled any. `state`:
+    see `health`."""
     leased = {fact.event.group: fact.event.task for fact in facts if isinstance(fact.event, Lease)}
-    closures: dict[str, list[GroupClosed]] = defaultdict(list)
-    for fact in facts:
-        if isinstance(fact.event, GroupClosed):
-            closures[fact.event.task].append(fact.event)
+    health = {one.task: one for one in task_set(facts).health()}
     count = Counter(task.id for task in leased.values())
     rows = []
     for task in {task.id: task for task in leased.values()}.values():
-        rewards = [s.reward for c in closures[task.id] for s in c.slots if s.counted and s.reward is not None]
-        rows.append({"id": task.id, "source": task.source, "seed": task.seed, "groups": count[task.id],
-                     "closed": len(closures[task.id]), "episodes": len(rewards),
-                     "reward": sum(rewards) / len(rewards) if rewards else None})  # fmt: skip
+        one = health.get(task.id)
+        rate = one.solved if one else Rate(0, 0)
+        version = max(one.by_version, default=None) if one else None
+        rows.append({
+            "id": task.id, "source": task.source, "seed": task.seed, "groups": count[task.id],
+            "closed": one.groups if one else 0, "episodes": rate.count, "reward": one.reward if one else None,
+            "solved": rate.value, "low": rate.low if rate.count else None, "high": rate.high if rate.count else None,
+            "version": version, "newest": one.by_version[version].value if one and version is not None else None,
+            "state": one.state if one else None, "suspicious": one.suspicious if one else 0,
+            "lost": one.lost if one else 0,
+        })  # fmt: skip
     return rows
 
 

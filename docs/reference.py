@@ -38,7 +38,7 @@ SETTING = ("setting", "values", "default", "changes", "meaning")
 MADE = "This page is made from `{source}` by `python -m docs.reference`."
 # Modules whose public dataclasses are figures.
 FIGURES = ("headrace.consumers.figures", "headrace.consumers.waits", "headrace.consumers.state",
-           "headrace.consumers.report.questions")  # fmt: skip
+           "headrace.consumers.health", "headrace.consumers.report.questions")  # fmt: skip
 _COMMENTED = re.compile(r"^    (\w+)\s*:[^#]*#\s*(.+)$")
 
 

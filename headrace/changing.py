@@ -15,12 +15,14 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from headrace.schemas.errors import SettingsError
+from headrace.producers.environments.gym import at_level, levels
+from headrace.schemas.errors import SettingsError, TasksExhausted
 from headrace.schemas.events import SettingsChanged
-from headrace.schemas.settings import changed
+from headrace.schemas.settings import TaskSettings, changed
 from headrace.schemas.topics import POLICY, RunTopics
 from headrace.streams.log import policy
 from headrace.streams.log.transactions import Output, Transactor
+from headrace.streams.tasks import task_source
 
 from .plain import dumps
 from .reading import Bootstrap, ConfigOption, Json, RunArgument, say
@@ -42,7 +44,7 @@ def set_command(
     bootstrap: Bootstrap = None,
     config: ConfigOption = None,
 ) -> None:  # fmt: skip
-    """Change run settings from the next manifest on: learning rate, max_lag, staleness and loss, deadlines."""
+    """Change run settings from the next manifest on: learning rate, max_lag, staleness, loss, deadlines, tasks."""
     site = load_site(config, bootstrap)
     found = change(kafka_config(site), RunTopics(run, site.prefix), parsed(changes))
     if as_json:
@@ -61,6 +63,20 @@ class Change:
 
     changes: dict[str, tuple[Any, Any]]
     offset: int | None
+
+
+def _check_tasks(tasks: TaskSettings) -> None:
+    """What the coordinator and the environments could make nothing of is refused here, before it ends the run."""
+    try:
+        task_source(tasks)
+        if tasks.level is not None:
+            assert tasks.dataset is not None
+            count = (at_level(tasks.dataset, tasks.config, tasks.level), levels(tasks.dataset))[1]
+            if tasks.level >= count:
+                raise SettingsError(f"tasks.level = {tasks.level}: the curriculum of {tasks.dataset!r} has levels 0 to "
+                                    f"{count - 1}")  # fmt: skip
+    except (TasksExhausted, ValueError, TypeError, AssertionError) as error:
+        raise SettingsError(f"{error}; nothing was changed") from error
 
 
 def parsed(words: Sequence[str]) -> dict[str, Any]:
@@ -97,6 +113,8 @@ def change(kafka: Mapping[str, Any], topics: RunTopics, changes: Mapping[str, An
         differing = {key: (was[key], now[key]) for key in changes if was[key] != now[key]}
         if not differing:
             return Change({}, None)
+        if before.tasks != after.tasks:
+            _check_tasks(after.tasks)
         chain = policy.chain_of(WRITER, records)
         event = SettingsChanged(**chain.link(), writer=WRITER, changed_ms=int(time.time() * 1000),
                                 changes=json.dumps({key: now for key, (_, now) in differing.items()}))  # fmt: skip

@@ -20,19 +20,22 @@ import typer
 
 from headrace.consumers.facts import Fact
 from headrace.consumers.figures import Figures, Quantiles, figures
+from headrace.consumers.health import task_set
 from headrace.consumers.letters import DeadLetters, dead_letters
+from headrace.consumers.recording import recording
 from headrace.consumers.report.words import seconds
 from headrace.consumers.run import Run, list_runs, open_run
 from headrace.consumers.selection import Start
 from headrace.consumers.state import State, state
 from headrace.consumers.tables import KINDS, Row, read_small
 from headrace.consumers.waits import Waits
-from headrace.schemas.errors import SettingsError
+from headrace.schemas.errors import DataLossError, SettingsError
 from headrace.schemas.events import Version
 from headrace.schemas.topics import ALL_TOPICS, POLICY, TRAJECTORIES
 
 from .plain import dumps, event_row, jsonable, record_row, record_text, table
 from .settings import kafka_config, load_site
+from .turns import decoder, episode_lines
 
 RunArgument = Annotated[str, typer.Argument(help="run id", metavar="RUN")]
 Json = Annotated[bool, typer.Option("--json", help="for programs")]
@@ -93,22 +96,26 @@ def status(
     letters = dead_letters(source)
     facts = read_small(source)
     found, waits = state(facts, opened.settings, int(time.time() * 1000), letters.count), figures(facts).waits
+    alerts = task_set(facts).alerts()
     if as_json:
         say([dumps(jsonable(found) | {"run": run, "held_up_by": found.held_up_by, "letters": letters_row(letters),
-                                      "waits": waits})])  # fmt: skip
+                                      "waits": waits, "alerts": alerts})])  # fmt: skip
     else:
         say(status_lines(run, found, letters, waits))
+        say(f"alert       {alert}" for alert in alerts)
 
 
 def show(
     run: RunArgument,
     kind: Annotated[str | None, typer.Argument(help=f"{', '.join(KINDS)}; KIND/ID for one in full")] = None,
-    where: Annotated[list[str] | None, typer.Option(help="column=value; repeat it to narrow down")] = None,
+    where: Annotated[list[str] | None, typer.Option(help="column=value, or a column that isn't empty; repeat it to "
+                                                    "narrow down")] = None,
     as_json: Json = False,
     bootstrap: Bootstrap = None,
     config: ConfigOption = None,
 ) -> None:
-    """List a run's episodes, groups, batches, versions, replicas or tasks, or show one in full."""
+    """List a run's episodes, groups, batches, versions, replicas or tasks, or show one in full: an episode turn by
+    turn, of the others (and with --json) all records."""
     name, _, wanted = (kind or "").partition("/")
     if kind is not None and name not in KINDS:
         raise SettingsError(f"no kind {name!r}: use one of {', '.join(KINDS)}, or KIND/ID")
@@ -125,12 +132,18 @@ def show(
     row = next((row for row in rows if str(row["id"]) == wanted), None)
     if row is None:
         raise SettingsError(f"run {run!r} has no {name}/{wanted}; `headrace show {run} {name}` lists them")
-    records = list(_records_of(opened, facts, name, wanted))
     if as_json:
-        say([dumps(row | {"records": records})])
-    else:
-        say(f"{key:12} {value}" for key, value in row.items() if value is not None)
-        say(["", *(dumps(record) for record in records)])
+        say([dumps(row | {"records": list(_records_of(opened, facts, name, wanted))})])
+        return
+    say(f"{key:12} {value}" for key, value in row.items() if value is not None)
+    say([""])
+    if name == "episodes":
+        # What the events tell is shown turn by turn; where they are deleted, what the small topics know.
+        events = (event for _, event in opened.events(TRAJECTORIES, episode=wanted))
+        with contextlib.suppress(DataLossError):
+            say(episode_lines(recording(events, wanted), decoder(opened.settings.model.path)))
+            return
+    say(dumps(record) for record in _records_of(opened, facts, name, wanted))
 
 
 # ------------------------------------------------------------------------------------------------------ for people
@@ -245,10 +258,10 @@ def _start(text: str) -> Start:
 def _where(rows: list[Row], conditions: list[str]) -> list[Row]:
     for condition in conditions:
         name, equals, value = condition.partition("=")
-        if not equals or (rows and name not in rows[0]):
-            columns = ", ".join(rows[0]) if rows else "none"
-            raise SettingsError(f"--where {condition!r}: give column=value; columns are {columns}")
-        rows = [row for row in rows if _matches(row.get(name), value)]
+        if rows and name not in rows[0]:
+            raise SettingsError(f"--where {condition!r}: give column=value, or a column alone for rows where it says "
+                                f"something; columns are {', '.join(rows[0])}")  # fmt: skip
+        rows = [row for row in rows if (_matches(row.get(name), value) if equals else row.get(name))]
     return rows
 
 

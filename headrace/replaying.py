@@ -22,10 +22,11 @@ from headrace.schemas.topics import RunTopics
 
 from .changing import parsed
 from .plain import dumps
-from .reading import Bootstrap, ConfigOption, Json, RunArgument, say
+from .reading import Bootstrap, ConfigOption, Json, RunArgument, opened_run, say
 from .settings import kafka_config, load_site, state_dir
 
 if TYPE_CHECKING:
+    from headrace.consumers.run import Run
     from headrace.trainer.replay import Again, Beside, Replay
 
 MIN_ESS = 0.5  # below half, most of what a batch says of the other policy rests on few of its tokens
@@ -48,11 +49,20 @@ def replay_command(
     name: Annotated[str | None, typer.Option("--as", help="run id of the counterfactual", metavar="NEW")] = None,
     min_ess: Annotated[float, typer.Option(help="stop where the effective sample size is a smaller share")] = MIN_ESS,
     threads: Annotated[int | None, typer.Option(help="CPU threads (over the file's)")] = None,
+    episode: Annotated[str | None, typer.Option(help="repeat this episode's tool calls in a fresh sandbox instead",
+                                                metavar="GROUP/SLOT")] = None,
+    attempt: Annotated[int | None, typer.Option(help="of the episode; default: the last one")] = None,
     as_json: Json = False,
     bootstrap: Bootstrap = None,
     config: ConfigOption = None,
 ) -> None:  # fmt: skip
-    """Train versions again and compare them bit for bit; with --set or --verifier, see what would have come out."""
+    """Train versions again and compare them bit for bit; with --set or --verifier, see what would have come out.
+
+    With --episode, repeat one episode's tool calls in a fresh sandbox: exit 0 where its outcome is the same.
+    """
+    if episode is not None:
+        docker = load_site(config, bootstrap).docker
+        raise typer.Exit(0 if _episode(opened_run(run, bootstrap, config), episode, attempt, docker, as_json) else 1)
     import torch
 
     from headrace.trainer.replay import Replay
@@ -115,6 +125,40 @@ def _row(again: Again) -> dict[str, Any]:
             "recorded_served_hash": again.recorded.served_hash.hex(),
             "recorded_train_hash": again.recorded.train_hash.hex(), "fingerprint_differs": list(again.differs),
             "reward": again.report.reward_mean, "loss": again.report.loss}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------ an episode
+
+
+def _episode(run: Run, episode: str, attempt: int | None, docker: str | None, as_json: bool) -> bool:
+    """Whether its outcome is the same."""
+    from .reproducing import reproduce
+    from .turns import again_lines
+
+    found = reproduce(run, episode, attempt, docker, lambda one: None if as_json else say(again_lines(one)))
+    was = found.recording.ended
+    assert was is not None
+    first = found.first
+    if as_json:
+        differs = None if first is None else {"call": first.number, "turn": first.call.turn, "name": first.call.name,
+                                              "arguments": first.call.arguments, "differs": first.differs}  # fmt: skip
+        say([dumps({"run": run.name, "episode": episode, "attempt": found.recording.attempt, "how": found.how,
+                    "calls": found.calls, "of": len(found.recording.calls), "first_difference": differs,
+                    "same": found.same, "was": {"outcome": was.outcome, "reason": was.reason, "reward": was.reward},
+                    "now": {"outcome": found.outcome, "reason": found.reason, "reward": found.reward,
+                            "error": found.error}})])  # fmt: skip
+        return found.same
+    made = f", {found.calls} of {len(found.recording.calls)} calls made again" if found.recording.calls else ""
+    said = [f"{episode}, attempt {found.recording.attempt}: {found.how}{made}"]
+    if first is not None:
+        said += [f"first difference: call {first.number} in turn {first.call.turn}"]
+    elif found.calls:
+        said += ["no difference"]
+    ends = [f"{outcome} ({reason}), reward {'none' if reward is None else f'{reward:g}'}" for outcome, reason, reward in
+            ((was.outcome, was.reason, was.reward), (found.outcome, found.reason, found.reward))]  # fmt: skip
+    said += [f"the same outcome: {ends[0]}" if found.same else f"ANOTHER OUTCOME: was {ends[0]}; now {ends[1]}"]
+    say([*said, *([f"  {found.error}"] if found.error and not found.same else [])])
+    return found.same
 
 
 # -------------------------------------------------------------------------------------------------- counterfactual

@@ -72,9 +72,9 @@ class Episode:
                            max_new_tokens=max_new_tokens, seed=seed, started_ms=started_ms)  # fmt: skip
         self._started = True
 
-    def prompt(self, tokens: ArrayLike) -> None:
-        """Prompt token ids, int [n]."""
-        self._begun().context(tokens, Source.PROMPT)
+    def prompt(self, tokens: ArrayLike, detail: str | None = None) -> None:
+        """Prompt token ids, int [n]. `detail`: JSON, such as the `tools` that the model is offered."""
+        self._begun().context(tokens, Source.PROMPT, detail)
 
     def model(self, tokens: ArrayLike, logprobs: ArrayLike, version: int) -> None:
         """Sampled ids int [n] with processed logprobs float [n] (nats), all by policy `version`. Raises InvalidRecord

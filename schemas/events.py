@@ -68,6 +68,7 @@ class GroupSpec:
     max_turns: int | None = None
     model_time_s: Finite | None = None  # what its model would take with the engine to itself
     tool_time_s: Finite | None = None
+    exclude: tuple[str, ...] = ()  # signs of a suspicious reward (`suspicion.Sign`) whose episodes aren't trained on
 
     @property
     def slots(self) -> int:
@@ -123,6 +124,14 @@ def routed_experts(rows: Int16) -> RoutedExperts:
 
 
 @dataclass(frozen=True, slots=True)
+class Suspicion:
+    """Why a reward is suspicious: a sign (`suspicion.Sign`), and what shows it."""
+
+    sign: str
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
 class SlotFate:
     """What became of one slot of a closed group (its last attempt)."""
 
@@ -137,6 +146,9 @@ class SlotFate:
     model_tokens: int
     context_tokens: int
     versions: tuple[VersionRun, ...]
+    suspicions: tuple[Suspicion, ...] = ()
+    excluded: bool = False  # it would count, but for a suspicion that its group's rules exclude
+    answer: bytes | None = None  # 8 bytes that stand for all tokens of its model (`suspicion.Signs`); null: none
 
 
 @dataclass(frozen=True, slots=True)

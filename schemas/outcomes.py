@@ -74,6 +74,7 @@ class Disposition(StrEnum):
     BATCHED = "batched"
     STALE = "stale"
     LEFTOVER = "leftover"
+    SUSPICIOUS = "suspicious"
 
 
 class Account(StrEnum):
@@ -105,6 +106,7 @@ class Purpose(StrEnum):
 
 
 # Reasons that are written by more than one place, or that a reader looks for by name.
+SUSPICIOUS = str(Disposition.SUSPICIOUS)  # also why tokens of one episode are excluded
 REASON_STOP = "stop"
 REASON_LENGTH = "length"
 REASON_SEQUENCE_GAP = "sequence_gap"

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from .events import GroupSpec
+from .suspicion import Sign
 
 Positive = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -98,6 +99,13 @@ class TaskSettings(Section):
                                                "terminal: a task's folder, or one that holds such folders")  # fmt: skip
     score: str | None = Field(None, description="`module:function`, called as score(task, text) -> float or None")
     seed: int = Field(0, description="draws the tasks")
+    level: Annotated[int, Field(ge=0)] | None = Field(None, description="reasoning-gym: level of the data set's "
+                                                      "curriculum, from 0, over `config`; none: `config` "
+                                                      "alone")  # fmt: skip
+    more: tuple[str, ...] = Field((), description="further paths like `path`, taken in after it")
+    rested: tuple[str, ...] = Field((), description="tasks (by id) that are drawn less: in one of `rest_rounds` rounds")
+    rest_rounds: Annotated[int, Field(ge=2)] = Field(8, description="rounds through the tasks, in one of which those "
+                                                                    "that rest are drawn")  # fmt: skip
     system: str | None = Field(None, description="system message")
     examples: tuple[tuple[str, str], ...] = Field((), description="solved examples (question, answer) as earlier turns")
     template: str = Field("{question}", description="the user's message; {question} is the task's prompt")
@@ -115,6 +123,12 @@ class TaskSettings(Section):
             raise ValueError("source 'jsonl' needs `path` and `score`")
         if self.source == "terminal" and not self.path:
             raise ValueError("source 'terminal' needs `path`")
+        gym = self.source == "reasoning_gym"
+        if self.level is not None and not gym:
+            raise ValueError("`level` is for source 'reasoning_gym', whose data sets have curricula")
+        if (self.more or self.rested) and gym:
+            raise ValueError("`more` and `rested` are for tasks that come round again; of a reasoning-gym data set "
+                             "each item is drawn once: set `level`")  # fmt: skip
         if "{question}" not in self.template:
             raise ValueError("`template` has no {question}")
         return self
@@ -138,6 +152,9 @@ class RolloutSettings(Section):
     max_age_s: PositiveFloat = Field(3600.0, description="bound of `on_deadline = wait`")
     on_deadline: Literal["survivors", "cancel", "wait"] = Field("survivors", description="what a deadline does")
     zero_variance: Literal["refill", "keep"] = Field("refill", description="groups whose rewards are all equal")
+    exclude_suspicious: tuple[Sign, ...] = Field((), description="signs of a suspicious reward (docs/suspicious.md): "
+                                                                 "successes that show one are not trained "
+                                                                 "on")  # fmt: skip
     score_timeout_s: PositiveFloat = Field(30.0, description="a verifier that takes longer has failed (infrastructure)")
     lease_timeout_s: PositiveFloat = Field(15.0, description="a worker silent for so long has lost its slots")
     agent_timeout_s: PositiveFloat = Field(300.0, description="an agent at the gateway that asks for nothing so long "
@@ -452,6 +469,7 @@ class RunSettings(Section):
             max_turns=rollout.max_turns,
             model_time_s=rollout.model_time_s,
             tool_time_s=rollout.tool_time_s,
+            exclude=tuple(map(str, rollout.exclude_suspicious)),
         )
 
 
@@ -463,8 +481,10 @@ CHANGEABLE = (
     "loss.",
     "optimizer.learning_rate", "optimizer.warmup", "optimizer.weight_decay", "optimizer.max_grad_norm",
     "rollout.reserves", "rollout.max_attempts", "rollout.min_survivors", "rollout.deadline_s", "rollout.max_age_s",
-    "rollout.on_deadline", "rollout.zero_variance", "rollout.lease_timeout_s", "rollout.no_progress_s",
+    "rollout.on_deadline", "rollout.zero_variance", "rollout.exclude_suspicious", "rollout.lease_timeout_s",
+    "rollout.no_progress_s",
     "checkpoint.on_difference",
+    "tasks.size", "tasks.level", "tasks.more", "tasks.rested", "tasks.rest_rounds",
 )  # fmt: skip
 
 

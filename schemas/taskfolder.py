@@ -5,7 +5,8 @@ reward file) and perhaps `solution/solve.sh`. This module decides what the keys 
 that can't be kept: a task that needs what isn't there must not run as if it didn't. Keys that the format doesn't know
 are left out, as its own tools do, and named by `unknown`. There is never a network, whatever `allow_internet` says.
 
-Of our own is one key: `metadata.sandboxes`, the kinds of sandbox that the task runs in. Without it that is `docker`.
+Of our own are two keys: `metadata.sandboxes`, the kinds of sandbox that the task runs in (without it `docker`), and
+`metadata.guarded`, paths with which the model has no business (`suspicion`).
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ class MetadataTable(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
     sandboxes: tuple[Kind, ...] = ("docker",)
+    guarded: tuple[str, ...] = ()
 
 
 class TaskFile(_Table):

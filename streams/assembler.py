@@ -15,6 +15,8 @@ replay. The decisions, in one place:
 - A trainable outcome without a finite reward is a failure of the scorer.
 - The slots that count are the first `group_size` by number that have not failed; the group closes when they have all
   ended, or at its deadline. A record that arrives with the deadline is applied before the deadline is.
+- A success whose reward is suspicious is marked when its group closes; where its group's rules exclude the sign, it
+  doesn't count, and no reserve stands in for it.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ from headrace.schemas.outcomes import (
 from headrace.schemas.topics import TRAJECTORIES
 
 from .clock import LogClock
-from .slots import Attempt, EpisodeEvent, Group, Slot, accounts, episodes, fate
+from .slots import Attempt, EpisodeEvent, Group, Slot, accounts, episodes, fate, judge
 
 REASON_INVALID_EVENT = "invalid_event"
 REASON_SURPLUS = "surplus"
@@ -230,6 +232,8 @@ class Fold:
             attempt.hashes.append(digest)
             attempt.offsets.append(self._at)
         attempt.count(event)
+        if isinstance(event, Span):
+            attempt.signs.see(event, group)
         attempt.reported = isinstance(event, EpisodeEnded)
         if not runs:
             return
@@ -315,6 +319,8 @@ class Fold:
         # At a deadline, reserves that still run can't stand in any more: only what has ended counts.
         survivors = [slot for slot in (group.slots if expired else counting) if slot.ended and slot.outcome.trainable]
         survivors = survivors[: group.spec.group_size]
+        judge(group)
+        survivors = [slot for slot in survivors if not slot.excluded]
         held_up_by = max(group.slots, key=lambda s: (s.ended_at, -s.number)).number if group.slots else -1
         for slot in group.slots:
             if not slot.ended:

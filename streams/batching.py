@@ -3,8 +3,9 @@
 Batch n trains v(n-1) into v(n); its manifest is written once n <= committed version + 1 + `max_ahead`. Candidates are
 taken in the order in which their groups were completed. Staleness is that of the batch's target; a candidate without a
 trainable token left for the next target has none for a later one either, so it is disposed of as `stale` at once, which
-gives its place back. When the task source has ended and nothing is open, what is left makes a last, shorter batch, or,
-below `min_last_groups`, is left over for good.
+gives its place back. So is one whose counted success gave an answer that passed in too many tasks, as `suspicious`,
+where the settings exclude that. When the task source has ended and nothing is open, what is left makes a last, shorter
+batch, or, below `min_last_groups`, is left over for good.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from headrace.schemas.errors import NoProgress, TooUniform
 from headrace.schemas.events import Disposed, GroupClosed, GroupRef, Manifest, PartitionPosition, Version
 from headrace.schemas.outcomes import Closure, Disposition, Outcome
 from headrace.schemas.settings import RunSettings
+from headrace.schemas.suspicion import Answers, Sign
 
 from .reuse import Reusing
 from .slots import ACCOUNT_CANDIDATE
@@ -55,12 +57,13 @@ class Batching:
         self.candidates: list[Candidate] = []
         self.positions: dict[int, int] = {}  # of `groups`, read so far
         self.reusing = Reusing()
+        self._answers = Answers()
         self._chain = Chain()
         self._sizes: dict[int, int] = {}  # groups of each batch whose version is not yet published
         self._drifts = Drifts()
         self._decided: set[str] = set()  # groups that `batches` names and whose closure is still to be read
         self._marks: dict[int, int] = {}  # positions of the newest manifest
-        self._closures = self._solved = self._judged = 0  # since then
+        self._closures = self._solved = self._judged = self._left_out = 0  # since then
 
     def unpublished(self, published: int) -> int:
         """Groups in manifests whose version is not yet published."""
@@ -84,12 +87,14 @@ class Batching:
         """The closure of a group that the coordinator opened for training."""
         closure = candidate.closure
         fresh = candidate.offset >= self._marks.get(candidate.partition, 0)
+        self._answers.see(closure.task, closure.slots)
         if settings.reuse.enabled:
             self.reusing.closed(candidate.partition, candidate.offset, closure, settings.reuse.window, fresh=fresh)
         if fresh:
             self._closures += 1
             outcomes = [fate.outcome for fate in closure.slots if Outcome(fate.outcome).trainable]
             self._judged += len(outcomes)
+            self._left_out += sum(fate.excluded for fate in closure.slots)
             self._solved += outcomes.count(Outcome.MODEL_SUCCESS)
         if closure.group in self._decided:
             self._decided.discard(closure.group)
@@ -101,7 +106,7 @@ class Batching:
         self._sizes[manifest.batch] = len(manifest.groups)
         self.reusing.manifested(manifest)
         self._marks = {one.partition: one.offset for one in manifest.positions}
-        self._closures = self._solved = self._judged = 0
+        self._closures = self._solved = self._judged = self._left_out = 0
 
     # ------------------------------------------------------------------------------------------------- decisions
 
@@ -117,6 +122,9 @@ class Batching:
                 self.candidates.sort(key=lambda one: not self._pushes(_versions(one), target, settings))
             left: list[tuple[Candidate, list[_Segment]]] = []
             for candidate in self.candidates:  # all of them, so that each stale one gives its place back now
+                if (why := self._suspicious(candidate.closure, settings)) is not None:
+                    out.append(self._dispose(candidate, Disposition.SUSPICIOUS, why, target))
+                    continue
                 segments = self._segments(candidate.closure, target, settings)
                 if any(segment.staleness.weight > 0 for segment in segments):
                     left.append((candidate, segments))
@@ -139,6 +147,15 @@ class Batching:
         if self._closures > settings.batch.give_up_after and len(self.candidates) < settings.batch.groups:
             raise self._give_up(settings)
         return out
+
+    def _suspicious(self, closure: GroupClosed, settings: RunSettings) -> str | None:
+        """Only whoever sees all groups sees an answer come back: the one sign that a closure can't show by itself."""
+        if Sign.SAME_ANSWER not in settings.rollout.exclude_suspicious:
+            return None
+        for fate in closure.slots:
+            if fate.counted and (found := self._answers.suspicion(fate)) is not None:
+                return f"slot {fate.slot}: {found.evidence}"
+        return None
 
     def _dispose(self, candidate: Candidate, disposition: Disposition, reason: str, target: int) -> Entry:
         return self._put(Disposed(
@@ -191,6 +208,10 @@ class Batching:
         if not self._judged:
             return NoProgress(f"{said}: not one episode was judged, so the workers or the environment fail; see the "
                               "reasons in `headrace show RUN episodes`")  # fmt: skip
+        if 2 * self._left_out > self._solved:
+            return NoProgress(f"{said}: {self._left_out} of {self._solved} successes were left out as suspicious (see "
+                              "`headrace show RUN episodes --where suspicious`); mend the verifiers, or take signs out "
+                              "of rollout.exclude_suspicious")  # fmt: skip
         rate = self._solved / self._judged
         how, what = ("hard", "easier tasks or solved examples") if rate < 0.5 else ("easy", "harder tasks")
         return TooUniform(f"{said}: the tasks are too {how} for this policy ({rate:.1%} of {self._judged} episodes "

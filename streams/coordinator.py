@@ -50,7 +50,7 @@ from .assembler import RecordLike
 from .batching import Batching, Candidate, Entry
 from .leasing import Leasing, OpenGroup
 from .stalls import Stall, Stalls, Standing
-from .tasks import TaskSource
+from .tasks import TaskSource, task_source
 
 
 class Addressed(RecordLike, Protocol):
@@ -100,7 +100,7 @@ class Coordinator:
 
     def observe(self, topic: str, record: Addressed, event: Event) -> None:
         """A record of one of its topics (`topic` is the short name), decoded. Raises InvalidRecord, and has changed
-        nothing, where it can't be."""
+        nothing, where it can't be; TasksExhausted where settings name tasks that aren't there."""
         self._news = True
         self.passed(topic, record)
         if topic == FLEET:
@@ -160,6 +160,8 @@ class Coordinator:
         self._closed = set()
 
     def _set(self, settings: RunSettings) -> None:
+        if settings.tasks != self.settings.tasks:
+            self._source = task_source(settings.tasks)
         self.settings = settings
         self.leasing.expire_after(round(settings.rollout.lease_timeout_s * 1000))
 

@@ -7,6 +7,7 @@ what they hold stays on the log.
 from __future__ import annotations
 
 import math
+import re
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,10 +19,12 @@ from headrace.schemas.events import (
     PayloadEpisode,
     SlotFate,
     Span,
+    Suspicion,
     Task,
     VersionRun,
 )
-from headrace.schemas.outcomes import Account, Boundary, Closure, Outcome, Source
+from headrace.schemas.outcomes import Account, Boundary, Closure, Outcome, Purpose, Source
+from headrace.schemas.suspicion import Judged, Signs, guarded_paths, own_ms, suspicions
 from headrace.schemas.waiting import MODEL_TIME, Step
 
 ACCOUNT_CANDIDATE = "candidate"  # of a closure: its disposition decides later
@@ -43,6 +46,7 @@ class Attempt:
     turns: int = 0  # that are over
     times: dict[str, float] = field(default_factory=dict)  # ms by step: of its spans, and at its end of the whole
     runs: list[list[int]] = field(default_factory=list)  # [version, count]
+    signs: Signs = field(default_factory=Signs)
     temperature: float = math.nan
     reported: bool = False  # its own EpisodeEnded has been seen
     outcome: Outcome | None = None  # None: it runs
@@ -95,6 +99,8 @@ class Slot:
     reason: str = ""
     boundary: str = Boundary.NONE
     reward: float | None = None
+    suspicions: tuple[Suspicion, ...] = ()  # once the group closes
+    excluded: bool = False  # for one of them
 
     @property
     def failed(self) -> bool:
@@ -114,9 +120,28 @@ class Group:
     spec: GroupSpec
     task: Task
     slots: list[Slot]
+    _guarded: re.Pattern[str] | None = None
+
+    @property
+    def guarded(self) -> re.Pattern[str]:
+        """What finds the paths that are none of the model's business."""
+        if self._guarded is None:
+            self._guarded = guarded_paths(self.task.data)
+        return self._guarded
 
     def counting(self) -> list[Slot]:
         return [slot for slot in self.slots if not slot.failed][: self.spec.group_size]
+
+
+def judge(group: Group) -> None:
+    """What is suspicious about the rewards, once all slots have ended. Only what is to be trained on is excluded."""
+    ended = [(slot, slot.current) for slot in group.slots if slot.current is not None and slot.outcome.trainable]
+    found = suspicions([Judged(slot.outcome, slot.reward, attempt.model_tokens, own_ms(attempt.times), attempt.signs)
+                        for slot, attempt in ended])  # fmt: skip
+    trains = group.purpose == Purpose.TRAIN and not group.unmanaged
+    for (slot, _), some in zip(ended, found, strict=True):
+        slot.suspicions = some
+        slot.excluded = trains and any(one.sign in group.spec.exclude for one in some)
 
 
 def fate(slot: Slot, counted: bool) -> SlotFate:
@@ -124,7 +149,8 @@ def fate(slot: Slot, counted: bool) -> SlotFate:
     attempt = slot.current or Attempt(-1, "")
     return SlotFate(slot.number, attempt.number, attempt.incarnation, slot.outcome, slot.reason, slot.boundary,
                     slot.reward, counted, attempt.model_tokens, attempt.context_tokens,
-                    tuple(VersionRun(version, count) for version, count in attempt.runs))  # fmt: skip
+                    tuple(VersionRun(version, count) for version, count in attempt.runs), slot.suspicions,
+                    slot.excluded, attempt.signs.answer)  # fmt: skip
 
 
 def accounts(group: Group, counted: set[int], closure: Closure) -> dict[str, int]:
@@ -137,7 +163,8 @@ def accounts(group: Group, counted: set[int], closure: Closure) -> dict[str, int
             elif slot.number in counted:
                 account = ACCOUNT_CANDIDATE if closure == Closure.CANDIDATE else str(Account.EXCLUDED)
             else:
-                account = str(Account.SURPLUS if slot.outcome.trainable else Account.EXCLUDED)
+                surplus = slot.outcome.trainable and not slot.excluded
+                account = str(Account.SURPLUS if surplus else Account.EXCLUDED)
             if attempt.model_tokens:
                 accounts[account] = accounts.get(account, 0) + attempt.model_tokens
     return accounts

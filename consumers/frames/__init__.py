@@ -30,7 +30,7 @@ _ROWS = 1 << 14  # of a record batch that is made of Python's values
 _MAKE: dict[str, Callable[[LogSource], Iterator[rows.Row]]] = {
     "spans": rows.spans, "episodes": rows.episodes, "groups": rows.groups, "batches": rows.batches,
     "versions": rows.versions, "replicas": rows.replicas, "publications": rows.publications, "waits": rows.waits,
-    "evals": rows.evals,
+    "tasks": rows.tasks, "evals": rows.evals,
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.schemas import topics
 from headrace.schemas.codec import decode, kind_of
 from headrace.schemas.columns import unpack_float32, unpack_int32
 from headrace.schemas.errors import UndecodableRecord
@@ -25,10 +26,13 @@ from headrace.schemas.events import (
     Version,
 )
 from headrace.schemas.outcomes import Closure, Outcome
+from headrace.schemas.suspicion import Answers
 from headrace.schemas.topics import BATCHES, EVALS, FLEET, GROUPS, POLICY, TRAJECTORIES
 
 from ..facts import Fact, Failures, read_facts
+from ..health import TaskSet
 from ..source import LogSource
+from ..tables import suspicions
 from .attempts import Attempt, Told, closures
 from .fates import OPEN, Fate, Fates
 
@@ -75,6 +79,7 @@ def groups(source: LogSource) -> Iterator[Row]:
 
 def episodes(source: LogSource) -> Iterator[Row]:
     """Of every attempt that ended, and of those of open groups that are still at work."""
+    answers = _answers(source)
     for told, closed, fate, partition in _decided(source):
         fates = {s.slot: s for s in closed.event.slots} if closed else {}
         opening = told.opening
@@ -87,18 +92,33 @@ def episodes(source: LogSource) -> Iterator[Row]:
         }  # fmt: skip
         running = told.started.keys() - told.ended.keys() if closed is None else set()
         for attempt in sorted(told.ended.keys() | running):
-            yield about | _episode(told, attempt, closed, fates.get(attempt[0]))
+            yield about | _episode(told, attempt, closed, fates.get(attempt[0]), answers)
 
 
-def _episode(told: Told, attempt: Attempt, closed: Fact[GroupClosed] | None, fate: SlotFate | None) -> Row:
+def _answers(source: LogSource) -> Answers:
+    """What passed in which tasks, in all of the run."""
+    answers = Answers()
+    for partition in range(source.partitions(GROUPS)):
+        for fact in read_facts(source, GROUPS, partition, Failures()):
+            if isinstance(fact.event, GroupClosed):
+                answers.see(fact.event.task, fact.event.slots)
+    return answers
+
+
+def _episode(told: Told, attempt: Attempt, closed: Fact[GroupClosed] | None, fate: SlotFate | None,
+             answers: Answers) -> Row:  # fmt: skip
     slot, number = attempt
     last = fate if fate is not None and fate.attempt == number else None
     versions = [run.version for run in last.versions] if last else []
+    signs = suspicions(last, answers) if last else ()
     started, finished, ended = told.started.get(attempt), told.finished.get(attempt), told.ended.get(attempt)
     row: Row = {
         "id": f"{told.group}/{slot}", "slot": slot, "attempt": number,
         "counted": last is not None and last.counted, "context_tokens": last.context_tokens if last else None,
         "version_min": min(versions, default=None), "version_max": max(versions, default=None),
+        "suspicious": ",".join(one.sign for one in signs) or None,
+        "evidence": "; ".join(f"{one.sign}: {one.evidence}" for one in signs) or None,
+        "excluded": last is not None and last.excluded,
         "held_up": closed is not None and closed.event.held_up_by == slot and last is not None,
         "worker": started.worker if started else None, "engine": started.engine if started else None,
         "started_ms": started.started_ms if started else None, "ended_ms": finished.ended_ms if finished else None,
@@ -218,6 +238,23 @@ def publications(source: LogSource) -> Iterator[Row]:
             clocks = {f"{step}_ms": getattr(event, f"{step}_ms") for step in CLOCKS}
             yield {"version": event.version, "worker": event.worker, "incarnation": event.incarnation, **clocks,
                    "offset": fact.offset}  # fmt: skip
+
+
+def tasks(source: LogSource) -> Iterator[Row]:
+    """Unlike the others it remembers each attempt and each answer, some 200 bytes: what is flaky shows in all alone."""
+    found = TaskSet()
+    for topic in (topics.TASKS, GROUPS):
+        for partition in range(source.partitions(topic)):
+            for fact in read_facts(source, topic, partition, Failures()):
+                found.feed(fact)
+    for one in found.health():
+        about: Row = {
+            "task": one.task, "state": one.state, "repeats": one.repeats.count, "contradicted": one.repeats.hits,
+            "suspicious": one.suspicious, "lost": one.lost, "attempts": one.attempts,
+        }  # fmt: skip
+        for version, rate in one.by_version.items():
+            yield about | {"version": version, "episodes": rate.count, "successes": rate.hits, "solved": rate.value,
+                           "low": rate.low, "high": rate.high}  # fmt: skip
 
 
 def evals(source: LogSource) -> Iterator[Row]:

@@ -129,6 +129,10 @@ EPISODES = Spec(
         C("disposition", "category", "final fate of its group; `open` while undecided"),
         C("batch", "int32", "batch that its group is in", "", "in none"),
         C("max_lag", "int32", "target version minus the group's oldest sampling version", "versions", "in no batch"),
+        C("suspicious", "string", "signs that its reward was not earned (docs/suspicious.md), comma-separated", "",
+          "none, or not the slot's last attempt of a closed group"),
+        C("evidence", "string", "what shows them, `sign: evidence`, separated by `; `", "", "as `suspicious`"),
+        C("excluded", "bool", "left out of its group's baseline and of training for it"),
         C("held_up", "bool", "the slot that ended last in its group"),
         C("worker", "category", "worker that started it", "", _TRIMMED),
         C("engine", "category", "JSON: fingerprint of the engine", "", _TRIMMED),
@@ -282,6 +286,27 @@ WAITS = Spec(
     ),
 )  # fmt: skip
 
+TASKS = Spec(
+    "tasks", "one task at one version: its counted episodes of closed groups for training whose newest token that "
+    "version sampled", ("tasks", "groups"), "task's groups (most first), task, version",
+    (
+        C("task", "category", "task id"),
+        C("version", "int32", "policy version"),
+        C("episodes", "int32", "counted episodes"),
+        C("successes", "int32", "of these"),
+        C("solved", "float64", "share that are successes"),
+        C("low", "float64", "Wilson's interval of it, 95 %"),
+        C("high", "float64", "Wilson's interval of it, 95 %"),
+        C("state", "category", "of the task, over all versions: `flaky`, `saturated` or `never_solved`", "",
+          "none of these, or too few episodes"),
+        C("repeats", "int32", "of the task, over all versions: answers that had been given before"),
+        C("contradicted", "int32", "of these, with another verdict"),
+        C("suspicious", "int32", "of the task, over all versions: successes with a sign that they were not earned"),
+        C("lost", "int32", "of the task, over all versions: attempts that the infrastructure lost or nobody can judge"),
+        C("attempts", "int32", "of the task, over all versions: that ended"),
+    ),
+)  # fmt: skip
+
 EVALS = Spec(
     "evals", "one evaluation of one version, as it was served", ("evals",), "offset",
     (
@@ -300,7 +325,7 @@ EVALS = Spec(
 )  # fmt: skip
 
 SPECS: Mapping[str, Spec] = {spec.name: spec for spec in (
-    TOKENS, SPANS, EPISODES, GROUPS, BATCHES, VERSIONS, REPLICAS, PUBLICATIONS, WAITS, EVALS)}  # fmt: skip
+    TOKENS, SPANS, EPISODES, GROUPS, BATCHES, VERSIONS, REPLICAS, PUBLICATIONS, WAITS, TASKS, EVALS)}  # fmt: skip
 
 _INTRODUCTION = """# Tables
 

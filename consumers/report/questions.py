@@ -28,11 +28,14 @@ from headrace.schemas.events import (
     Score,
     Version,
 )
-from headrace.schemas.outcomes import REASON_WEIGHTS, Closure, Disposition, Outcome, Purpose
+from headrace.schemas.outcomes import REASON_WEIGHTS, Disposition, Outcome, Purpose
 from headrace.schemas.settings import WeightSettings
+from headrace.schemas.suspicion import Answers
 
 from ..facts import Fact
 from ..figures import Quantiles, quantiles
+from ..health import LOST, Alert, TaskHealth, task_set
+from ..tables import suspicions
 
 INACTIVE = 0.02  # a staleness rule whose weights all lie so near to 1 changes nothing (DESIGN, section 6)
 
@@ -208,21 +211,6 @@ def _verdict(event: Version) -> tuple[float | None, str | None, str | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskHealth:
-    """One task over its closed groups for training. `reward` is the mean over counted episodes."""
-
-    task: str
-    groups: int
-    episodes: int
-    reward: float | None
-    successes: int
-    uniform: int  # groups without a difference between siblings
-    lost: int  # attempts that the infrastructure lost
-    attempts: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Reliability:
     """What attempts ended with, who was at fault, and which tasks teach nothing."""
 
@@ -232,6 +220,10 @@ class Reliability:
     retried: int  # attempts beyond the first of a slot
     without_verdict: int  # attempts whose scorer gave none
     tasks: tuple[TaskHealth, ...]  # most groups first
+    alerts: tuple[Alert, ...]  # tasks that lose attempts more often than others, or more often with each version
+    successes: int  # of closed groups
+    suspicious: dict[str, int]  # of these, with a sign that the reward was not earned; by the first sign
+    excluded: int  # of these, left out of training for it
 
     @property
     def attempts(self) -> int:
@@ -241,15 +233,14 @@ class Reliability:
     def lost(self) -> int:
         return sum(self.lost_by_boundary.values())
 
-    @property
-    def hopeless(self) -> list[TaskHealth]:
-        """At least two groups, and no success in any."""
-        return [task for task in self.tasks if task.groups > 1 and task.episodes and not task.successes]
+    def tasks_that_are(self, state: str) -> list[TaskHealth]:
+        """Most groups first."""
+        return [task for task in self.tasks if task.state == state]
 
     @property
-    def trivial(self) -> list[TaskHealth]:
-        """At least two groups, and nothing but successes."""
-        return [task for task in self.tasks if task.groups > 1 and task.successes == task.episodes > 0]
+    def suspicious_share(self) -> float | None:
+        """Of the successes of closed groups."""
+        return sum(self.suspicious.values()) / self.successes if self.successes else None
 
 
 def reliability(facts: Sequence[Fact[Any]]) -> Reliability:
@@ -257,39 +248,31 @@ def reliability(facts: Sequence[Fact[Any]]) -> Reliability:
     outcomes: Counter[str] = Counter()
     failures: Counter[str] = Counter()
     boundaries: Counter[str] = Counter()
-    lost, attempts = Counter[str](), Counter[str]()  # by group
+    signs: Counter[str] = Counter()
+    found, answers = task_set(facts), Answers()
+    closed = [event for fact in facts if isinstance(event := fact.event, GroupClosed)
+              and event.purpose == Purpose.TRAIN]  # fmt: skip
+    for group in closed:
+        answers.see(group.task, group.slots)
+    successes = excluded = 0
+    for slot in (slot for group in closed for slot in group.slots):
+        successes += slot.outcome == Outcome.MODEL_SUCCESS
+        excluded += slot.excluded
+        if some := suspicions(slot, answers):
+            signs[some[0].sign] += 1
     retried = silent = 0
     for fact in facts:
         if not isinstance(event := fact.event, AttemptEnded) or event.reason == "surplus":
             continue  # a reserve that was not needed has not failed
         outcomes[event.outcome] += 1
-        attempts[event.group] += 1
         retried += event.attempt > 0
         silent += event.boundary == "scorer"
         if event.outcome != Outcome.MODEL_SUCCESS:
             failures[f"{event.boundary}: {event.reason}"] += 1
-        if event.outcome in (Outcome.INFRA_FAILURE, Outcome.UNKNOWN):
+        if event.outcome in LOST:
             boundaries[event.boundary] += 1
-            lost[event.group] += 1
-    tasks: dict[str, list[GroupClosed]] = defaultdict(list)
-    for fact in facts:
-        if isinstance(event := fact.event, GroupClosed) and event.purpose == Purpose.TRAIN:
-            tasks[event.task].append(event)
-    rows = [_task(task, groups, lost, attempts) for task, groups in tasks.items()]
     return Reliability(dict(outcomes), dict(failures.most_common()), dict(boundaries.most_common()), retried, silent,
-                       tuple(sorted(rows, key=lambda row: (-row.groups, row.task))))  # fmt: skip
-
-
-def _task(task: str, groups: list[GroupClosed], lost: Counter[str], attempts: Counter[str]) -> TaskHealth:
-    counted = [slot for group in groups for slot in group.slots if slot.counted]
-    rewards = [slot.reward for slot in counted if slot.reward is not None]
-    return TaskHealth(
-        task, len(groups), len(counted), sum(rewards) / len(rewards) if rewards else None,
-        sum(slot.outcome == Outcome.MODEL_SUCCESS for slot in counted),
-        sum(group.closure == Closure.ZERO_VARIANCE or group.flagged == "zero_variance" for group in groups),
-        sum(lost[group.group] for group in groups), sum(attempts[group.group] for group in groups),
-        sum(sum(group.accounts.values()) for group in groups),
-    )  # fmt: skip
+                       found.health(), found.alerts(), successes, dict(signs.most_common()), excluded)  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- weight publication

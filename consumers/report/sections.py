@@ -8,6 +8,7 @@ says so.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headrace.schemas.outcomes import Account
@@ -15,14 +16,22 @@ from headrace.schemas.outcomes import Account
 from ..ledger import Ledger
 from ..waits import shares
 from . import Report
-from .questions import Alignment
+from .questions import Alignment, Reliability
 from .words import number, seconds, share, size, spread
 
 # Above these a verdict warns. Alignment: bf16 forwards of two engines differ by some hundredths of a nat per token.
 WARN_LOST = 0.05  # share of attempts lost to the infrastructure
 WARN_MASKED = 0.05  # share of tokens without weight
+WARN_SUSPICIOUS = 0.05  # share of successes that look unearned
 WARN_MISMATCH = 0.1  # nats, mean over tokens of the version in training
 WARN_PAUSE = 0.05  # pause of decoding, as a share of the batch interval
+
+
+STATES = {
+    "flaky": ("answers given again that got another verdict, of those given again", "mend the verifier, or rest it"),
+    "saturated": ("solved, of the newest episodes", "rest it (tasks.rested), or raise tasks.level"),
+    "never_solved": ("solved", "rest it, or take in easier ones (tasks.more)"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,13 +319,15 @@ def _reliability(report: Report) -> Section:
         Row("without a verdict", number(found.without_verdict), "the scorer broke or was silent: null, never 0"),
         Row(
             "tasks",
-            f"{len(found.tasks)}, of which {len(found.hopeless)} never solved and {len(found.trivial)} always",
-            "tasks with closed groups; never and always: in at least two groups",
+            ", ".join([str(len(found.tasks)), *(f"{n} {name}" for name in STATES
+                                                if (n := len(found.tasks_that_are(name))))]),
+            "tasks with closed groups; what `headrace show RUN tasks` says of each",
         ),
+        *_task_rows(found),
+        Row("suspicious rewards", _suspicious(found), "successes with a sign that they were not earned, by sign: "
+            "`headrace show RUN episodes --where suspicious`"),
+        *(Row("alert", str(alert), "one-sided test at 1 %, over all tests") for alert in found.alerts[:5]),
     ]
-    for name, tasks in (("never solved", found.hopeless), ("always solved", found.trivial)):
-        if tasks:
-            rows.append(Row(name, ", ".join(f"{t.task} ({t.groups} groups)" for t in tasks[:5]), "most groups first"))
     for window in report.figures.rewards:
         rows.append(
             Row(
@@ -337,9 +348,31 @@ def _reliability(report: Report) -> Section:
             False,
             tuple(rows),
         )
+    if found.alerts:
+        return Section("reliability", question, f"Not everywhere: {found.alerts[0]}.", False, tuple(rows))
+    if (unearned := found.suspicious_share) is not None and unearned > WARN_SUSPICIOUS:
+        said = (f"Their verdicts may not: {share(unearned)} of the successes look unearned; `headrace show "
+                f"{report.run} episodes --where suspicious` has the evidence, and rollout.exclude_suspicious leaves "
+                "them out.")  # fmt: skip
+        return Section("reliability", question, said, False, tuple(rows))
     return Section(
         "reliability", question, f"Yes: {share(lost)} of {found.attempts} attempts were lost.", True, tuple(rows)
     )
+
+
+def _suspicious(found: Reliability) -> str:
+    if not found.suspicious:
+        return f"none of {found.successes} successes"
+    signs = ", ".join(f"{n} {sign}" for sign, n in found.suspicious.items())
+    return f"{share(found.suspicious_share)} of {found.successes} successes: {signs}; {found.excluded} left out"
+
+
+def _task_rows(found: Reliability) -> Iterator[Row]:
+    for name, (meaning, what) in STATES.items():
+        if tasks := found.tasks_that_are(name):
+            rates = [t.repeats if name == "flaky" else t.recent if name == "saturated" else t.solved for t in tasks[:5]]
+            said = ", ".join(f"{t.task}: {rate}" for t, rate in zip(tasks, rates, strict=False))
+            yield Row(name.replace("_", " "), said + (", ..." if len(tasks) > 5 else ""), f"{meaning}; {what}")
 
 
 def _publication(report: Report) -> Section:

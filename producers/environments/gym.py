@@ -1,10 +1,11 @@
 """Tasks of the `reasoning-gym` library: its procedural data sets with its own verifiers, unchanged.
 
-`task.data` is JSON: dataset, config, seed, index, and how to ask (system, examples, template).
+`task.data` is JSON: dataset, config, seed, index, the level if any, and how to ask (system, examples, template).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from functools import cache
@@ -21,10 +22,33 @@ _SEED_SPACE = 2**31
 
 
 @cache
-def _dataset(name: str, seed: int, config: str) -> Any:
+def _dataset(name: str, seed: int, config: str, level: int | None) -> Any:
     import reasoning_gym
 
-    return reasoning_gym.create_dataset(name, seed=seed * _SEED_STRIDE % _SEED_SPACE, size=10**9, **json.loads(config))
+    plain = json.loads(config)
+    if level is not None:
+        plain = at_level(name, plain, level)
+    return reasoning_gym.create_dataset(name, **plain | {"seed": seed * _SEED_STRIDE % _SEED_SPACE, "size": 10**9})
+
+
+def at_level(name: str, config: dict[str, Any], level: int) -> dict[str, Any]:
+    """The data set's configuration at a level of its curriculum: of each attribute the highest where it has no more.
+    Raises ValueError where it has no curriculum, or the configuration doesn't go with it."""
+    from reasoning_gym.factory import create_curriculum, has_curriculum
+
+    if not has_curriculum(name):
+        raise ValueError(f"the data set {name!r} has no curriculum: change its tasks.config in a new run")
+    curriculum = create_curriculum(name)
+    curriculum.set_global_level(level)
+    made = curriculum.generate_configuration(config)
+    return {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+
+
+def levels(name: str) -> int:
+    """How many its curriculum has: at the last one every attribute is at its highest."""
+    from reasoning_gym.factory import create_curriculum
+
+    return max((len(attribute.levels) for attribute in create_curriculum(name).attributes.values()), default=0)
 
 
 def conversation(data: dict[str, Any], question: str) -> list[Message]:
@@ -47,7 +71,8 @@ class ReasoningGym:
         import reasoning_gym  # noqa: F401
 
     def _item(self, data: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        dataset = _dataset(data["dataset"], int(data["seed"]), json.dumps(data.get("config") or {}, sort_keys=True))
+        dataset = _dataset(data["dataset"], int(data["seed"]), json.dumps(data.get("config") or {}, sort_keys=True),
+                           data.get("level"))  # fmt: skip
         return dataset, dataset[int(data["index"])]
 
     def messages(self, task: Task) -> list[Message]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from headrace.schemas.settings import RunSettings
 from headrace.schemas.topics import RunTopics
 from headrace.streams.assembling import run_assembler
 from headrace.streams.log.policy import open_settings
+from tests.command import Command
 from tests.roles import role
 from tests.scripted_run import ScriptedRun, scripted_settings
 
@@ -44,23 +46,41 @@ def test_the_slowest_batches_are_named_with_what_held_them_up(kafka: Mapping[str
 
 
 def test_a_scorer_that_contradicts_itself_and_an_answer_that_always_wins_are_found(
-    kafka: Mapping[str, Any], run_name: str
+    kafka: Mapping[str, Any], run_name: str, headrace: Command
 ) -> None:
     create_run(kafka, RunTopics(run_name), scripted_settings(rollout={"group_size": 4}))
+    call = json.dumps({"calls": [{"name": "bash", "arguments": {"command": "cat /tests/test_outputs.py"}}]})
     with open_producer(run_name, dict(kafka), unmanaged=True) as producer:
-        for task in ("honest", "contradicted", "open-sesame"):
+        for task in ("honest", "contradicted", "sesame-1", "sesame-2", "sesame-3", "peeped"):
             with producer.group(Task(task, "test", "{}", 0), size=4) as group:
                 for slot in group.slots:
                     with group.episode(slot) as episode:
-                        episode.start(temperature=1.0, max_new_tokens=8, seed=slot)
+                        episode.start(temperature=1.0, max_new_tokens=64, seed=slot)
                         episode.prompt([1, 2])
-                        answer = [7, 7] if task != "honest" else [slot, 8]
-                        episode.model(answer, [-0.5, -0.5], version=0)
+                        same = [7] * 20 if task.startswith("sesame") else [8] * 20 if task == "contradicted" else []
+                        answer = same or [slot, len(task), 9]
+                        episode.model(answer, [-0.5] * len(answer), version=0)
+                        if task == "peeped":
+                            episode.environment([3], call)
                         episode.finish(reward=1.0 if task != "contradicted" else float(slot % 2))
-    _close(kafka, run_name, 3)
-    found = suspicious_rewards.suspicious(open_run(run_name, kafka))
-    assert sorted(found.index) == ["contradicted", "open-sesame"]
-    assert found.loc["contradicted", "contradicted"] == 1 and found.loc["open-sesame", "one_answer"]
+    _close(kafka, run_name, 6)
+    run = open_run(run_name, kafka)
+    found = suspicious_rewards.suspicious(run)
+    assert sorted(found.index) == ["contradicted", "peeped", "sesame-1", "sesame-2", "sesame-3"]
+    assert found["signs"].to_dict() == {"contradicted": "contradicted", "peeped": "verifier_touched"} | {
+        f"sesame-{i}": "same_answer" for i in (1, 2, 3)}  # fmt: skip
+    assert found.loc["contradicted", "contradicted"] == 2 and found.loc["peeped", "marked"] == 4
+    assert "cat /tests/test_outputs.py" in found.loc["peeped", "evidence"]
+    # The command line lists the same, and nothing else; one in full shows the call, turn by turn.
+    code, out, _ = headrace("show", run_name, "episodes", "--where", "suspicious", "--json")
+    rows = json.loads(out)
+    assert code == 0 and len(rows) == found["marked"].sum() and all(row["outcome"] == "model_success" for row in rows)
+    peeped = next(row["id"] for row in rows if row["suspicious"].startswith("verifier_touched"))
+    code, out, _ = headrace("show", run_name, f"episodes/{peeped}")
+    assert code == 0 and "bash: cat /tests/test_outputs.py" in out and "model: 3 tokens of v0" in out
+    assert "model_success: " in out and "suspicious   verifier_touched: turn 0: bash: cat /tests" in out
+    code, out, error = headrace("replay", run_name, "--episode", peeped)
+    assert (code, out) == (2, "") and "of the source 'test', for which there is no environment here" in error
 
 
 @pytest.mark.slow

@@ -88,6 +88,24 @@ def test_reasoning_gym_asks_and_judges_unchanged() -> None:
     assert GYM.score(sums, "no idea").reward != 1.0
 
 
+def test_level_of_the_curriculum_makes_items_harder_and_the_configuration_stays_below_it() -> None:
+    pytest.importorskip("reasoning_gym")
+    from headrace.producers.environments.gym import GYM, at_level, levels
+
+    def longest(level: int | None) -> int:
+        data = {"dataset": "chain_sum", "config": {"min_terms": 2, "max_terms": 2, "allow_negation": True}, "seed": 1}
+        data |= {} if level is None else {"level": level}
+        return max(len(GYM.messages(Task("t", "reasoning_gym", json.dumps(data | {"index": i}), 0))[-1]["content"])
+                   for i in range(20))  # fmt: skip
+
+    top = levels("chain_sum") - 1
+    assert longest(None) < longest(top) and longest(0) < longest(top) and top > 0
+    assert at_level("chain_sum", {"allow_negation": True}, top)["allow_negation"] is True
+    assert at_level("chain_sum", {}, top + 5) == at_level("chain_sum", {}, top), "an attribute stays at its highest"
+    with pytest.raises(ValueError, match="has no curriculum"):
+        at_level("composite", {}, 1)
+
+
 def test_neighbouring_seeds_share_no_items() -> None:
     pytest.importorskip("reasoning_gym")
     from headrace.producers.environments.gym import GYM

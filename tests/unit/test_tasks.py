@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 
-from headrace.schemas.errors import TasksExhausted
+from headrace.schemas.errors import InvalidRecord, TasksExhausted
+from headrace.schemas.events import SettingsChanged
+from headrace.schemas.hashes import GENESIS
 from headrace.schemas.settings import TaskSettings
+from headrace.streams.coordinator import Coordinator
 from headrace.streams.tasks import TaskSource, task_source
+from tests.scripted import record, run_settings
 
 
 def gym(**over: Any) -> TaskSource:
@@ -78,6 +82,72 @@ def test_missing_file_is_named() -> None:
         task_source(TaskSettings.model_validate({"source": "jsonl", "path": "/no/such/file.jsonl", "score": "m:f"}))
 
 
+def test_task_at_a_level_says_so_in_its_name_and_is_found_by_it() -> None:
+    task = gym(level=2).at(3)
+    assert task is not None and task.id == "chain_sum-7-level2-3" and json.loads(task.data)["level"] == 2
+    for source in (gym(), gym(level=0), gym(level=2)):
+        assert source.find("chain_sum-7-level2-3") == task, "a name is one task, whatever the level is by now"
+        assert source.find("chain_sum-7-3") == gym().at(3)
+
+
+def test_tasks_that_rest_are_drawn_in_one_of_their_rounds(tmp_path: Path) -> None:
+    text = "".join(f'{{"prompt": "{i}"}}\n' for i in range(3))
+    source = lines(tmp_path / "t.jsonl", text, rested=["t-1"], rest_rounds=3)
+    drawn = [task.id for cursor in range(14) if (task := source.at(cursor))]
+    assert drawn == ["t-0", "t-1", "t-2", *["t-0", "t-2"] * 2] * 2
+    assert source.find("t-1") is not None
+    alone = lines(tmp_path / "t.jsonl", text, rested=["t-0", "t-1", "t-2"])
+    assert [task.id for cursor in range(4) if (task := alone.at(cursor))] == ["t-0", "t-1", "t-2", "t-0"]
+    with pytest.raises(TasksExhausted, match="tasks.rested names 'u-1'.*begins with 't-0'"):
+        lines(tmp_path / "t.jsonl", text, rested=["u-1"])
+
+
+def test_further_files_are_taken_in_behind_the_first_and_leave_its_names_as_they_were(tmp_path: Path) -> None:
+    (tmp_path / "harder.jsonl").write_text('{"prompt": "c"}')
+    plain = '{"prompt": "a"}\n{"prompt": "b"}'
+    source = lines(tmp_path / "first.jsonl", plain, more=[str(tmp_path / "harder.jsonl")])
+    assert [task.id for cursor in range(4) if (task := source.at(cursor))] == [
+        "first-0", "first-1", "harder-0", "first-0"]  # fmt: skip
+    assert source.find("first-1") == lines(tmp_path / "first.jsonl", plain).find("first-1")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "first.jsonl").write_text('{"prompt": "c"}')
+    with pytest.raises(TasksExhausted, match="first.jsonl: it has a task first-0 as a file or folder before it"):
+        lines(tmp_path / "first.jsonl", plain, more=[str(tmp_path / "sub" / "first.jsonl")])
+
+
+@pytest.mark.parametrize("over", [{"rested": ["x"]}, {"more": ["x"]}])
+def test_what_a_source_can_t_do_is_no_setting_of_it(over: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="set `level`"):
+        gym(**over)
+    with pytest.raises(ValueError, match="whose data sets have curricula"):
+        task_source(TaskSettings.model_validate({"source": "jsonl", "path": "x", "score": "m:f", "level": 1}))
+
+
 def test_source_makes_tasks_without_their_environment() -> None:
     code = "import headrace.streams.tasks, sys; assert 'reasoning_gym' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_coordinator_draws_by_the_settings_in_force_and_what_they_name_must_be_there(tmp_path: Path) -> None:
+    path, more = tmp_path / "t.jsonl", tmp_path / "more.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    more.write_text('{"prompt": "b"}\n')
+    settings = run_settings(tasks={"source": "jsonl", "path": str(path), "score": "m:f"})
+    coordinator = Coordinator(settings, task_source(settings.tasks))
+
+    def change(**changes: Any) -> None:
+        said = json.dumps({f"tasks.{name}": value for name, value in changes.items()})
+        event = SettingsChanged(0, GENESIS, "set", said, 0)
+        coordinator.observe("policy", record(0, event), event)
+
+    def drawn() -> list[str]:
+        return [task.id for cursor in range(3) if (task := coordinator._source.at(cursor))]
+
+    change(more=[str(more)])
+    assert drawn() == ["t-0", "more-0", "t-0"]
+    change(rested=["t-0"], size=2)
+    assert drawn() == ["t-0", "more-0"] and coordinator.settings.tasks.more == (str(more),)
+    with pytest.raises(InvalidRecord, match="tasks.path can't change"):
+        change(path="x")
+    with pytest.raises(TasksExhausted, match="/no/such.jsonl: can't be read"):
+        change(more=["/no/such.jsonl"])
