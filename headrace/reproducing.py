@@ -122,7 +122,8 @@ def _ended(found: Recording, how: str, calls: int, first: Again | None, judged: 
 
 
 def environment_of(found: Recording, docker: str | None = None) -> tuple[ToolEnvironment, str]:
-    """An environment for one attempt of its task, and the kind of its sandbox."""
+    """An environment for one attempt of its task, and the kind of its sandbox. Raises SettingsError where this package
+    has none for such tasks."""
     if found.task.source != "terminal":
         raise SettingsError(f"episode {found.group}/{found.slot}: its task is of the source {found.task.source!r}, for "
                             "which there is no environment here: whoever ran it can repeat it")  # fmt: skip
