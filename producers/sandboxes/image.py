@@ -52,7 +52,7 @@ def plain_image(api: Any, packages: Sequence[str] = PACKAGES) -> str:
 
 
 def tools_image(api: Any) -> None:
-    """Makes `TOOLS_IMAGE`, or brings it up to date. Raises as `plain_image`, and SandboxFailed where packages lack here."""
+    """Makes `TOOLS_IMAGE`, or brings it up to date. Raises as `plain_image`, SandboxFailed where packages lack."""
     if lacking := set(ADDED) - {one.partition("=")[0] for one in closure(ADDED)}:
         raise SandboxFailed(f"{TOOLS_IMAGE} is made of this machine's Debian packages, and some aren't here: apt-get "
                             f"install {' '.join(sorted(lacking))}")  # fmt: skip
