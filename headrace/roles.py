@@ -68,10 +68,12 @@ def _coordinator(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSetti
 
 def _worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings,
             stop: threading.Event, name: str | None) -> None:  # fmt: skip
+    from headrace.producers.tooling import SandboxChoice
     from headrace.producers.worker import run_worker
 
     run_worker(kafka, topics, settings, stop, _engine(site), name=name, threads=site.worker_threads,
-               weights_socket=site.weights_socket)  # fmt: skip
+               weights_socket=site.weights_socket,
+               sandboxes=SandboxChoice(site.sandboxes, site.sandboxes_starting, site.docker))  # fmt: skip
 
 
 def _engine(site: SiteSettings) -> EngineChoice:

@@ -69,6 +69,10 @@ class SiteSettings(Section):
                                                         "one there)")  # fmt: skip
     replica_key_file: str | None = Field(None, description="file with the key that they ask for (none: "
                                                            "HEADRACE_REPLICA_KEY, or no key)")  # fmt: skip
+    sandboxes: Positive = Field(8, description="sandboxes that one worker has at once, where its tasks need any")
+    sandboxes_starting: Positive = Field(2, description="of them, being set up at the same time")
+    docker: str | None = Field(None, description="address of the Docker daemon (none: DOCKER_HOST, or the usual "
+                                                 "socket)")  # fmt: skip
     worker_threads: Positive | None = Field(None, description="CPU threads of a worker (none: torch's choice)")
     trainer_threads: Positive | None = Field(None, description="CPU threads of the trainer; another count gives other "
                                                                "bits (none: torch's choice)")  # fmt: skip

@@ -41,6 +41,9 @@ class ScoreVerifier:
         return [found[number] for number in asked]
 
     def _task(self, task: Task) -> Task:
+        if task.source not in ("jsonl", "reasoning_gym"):
+            raise SettingsError(f"task {task.id}: what a sandbox of source {task.source!r} held can't be judged again "
+                                "by a function of the answer's text")  # fmt: skip
         item = json.loads(task.data)["item"] if task.source == "jsonl" else GYM.entry(task)
         return replace(task, source="jsonl", data=json.dumps({"score": self._name, "item": item}, default=str))
 

@@ -202,6 +202,7 @@ class Budget:
     max_turns: int | None = None
     max_model_s: float | None = None
     max_tool_s: float | None = None
+    max_agent_s: float | None = None  # of model and tools together: the task's own limit
     tokens: int = 0
     turns: int = 0
     model_s: float = 0.0
@@ -219,11 +220,23 @@ class Budget:
     def tool(self, seconds: float) -> None:
         self.tool_s += seconds
 
+    def model_left_s(self) -> float:
+        """Of the model's time; infinite where nothing limits it."""
+        return min(_left(self.max_model_s, self.model_s), _left(self.max_agent_s, self.model_s + self.tool_s))
+
+    def tool_left_s(self) -> float:
+        return min(_left(self.max_tool_s, self.tool_s), _left(self.max_agent_s, self.model_s + self.tool_s))
+
     def spent(self) -> str | None:
         """The budget that is used up, by name: no further turn begins, and the episode is judged as it stands."""
         for name, used, most in (("tokens", self.tokens, self.max_tokens), ("turns", self.turns, self.max_turns),
                                  ("model_time", self.model_s, self.max_model_s),
-                                 ("tool_time", self.tool_s, self.max_tool_s)):  # fmt: skip
+                                 ("tool_time", self.tool_s, self.max_tool_s),
+                                 ("agent_time", self.model_s + self.tool_s, self.max_agent_s)):  # fmt: skip
             if most is not None and used >= most:
                 return name
         return None
+
+
+def _left(most: float | None, used: float) -> float:
+    return math.inf if most is None else most - used

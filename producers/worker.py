@@ -26,6 +26,7 @@ from headrace.schemas.outcomes import (
     REASON_BLOB_FAILED,
     REASON_BUDGET_SPENT,
     REASON_ENGINE_LOST,
+    REASON_ENVIRONMENT_FAILED,
     REASON_FENCED,
     REASON_HANDED_BACK,
     REASON_LENGTH,
@@ -49,13 +50,15 @@ from headrace.streams.log.reader import Reader, end_offsets
 
 from .engines import Engine, Progress, Sampling
 from .engines.opening import EngineChoice, open_engine
-from .environments.host import EnvironmentHost, Reply
+from .environments.host import EnvironmentHost, Failed, Reply
 from .episodes import Attempt, EpisodeWriter
 from .jobs import Job, Phase, budget_of
 from .outbox import Outbox
 from .receiver import Receiver
 from .refusals import Refusals
 from .scheduler import EngineLoad, Pace, Scheduler, SlotKey
+from .tooling import SandboxChoice, open_tools
+from .toolloop import Next, ToolLoop
 from .updating import Fence, UpdatePolicy
 
 log = logging.getLogger("headrace.worker")
@@ -68,7 +71,8 @@ DRAIN_S = 30.0
 
 class Worker:
     def __init__(self, kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, engine: Engine,
-                 receiver: Receiver, *, name: str, incarnation: str, capacity: int) -> None:  # fmt: skip
+                 receiver: Receiver, *, name: str, incarnation: str, capacity: int,
+                 tools: ToolLoop | None = None) -> None:  # fmt: skip
         self._topics, self._settings = topics, settings
         self._engine, self._receiver = engine, receiver
         self.name, self.incarnation = name, incarnation
@@ -77,7 +81,8 @@ class Worker:
         self._refusals = Refusals()
         blobs = open_blobs(settings.log, topics.run)
         self._put_blob = None if blobs is None else blobs.put
-        self._host = EnvironmentHost(settings.tasks.source)
+        self._tools = tools  # where the environment has any
+        self._host = EnvironmentHost(settings.tasks.source) if tools is None else tools.sessions
         self._asked: dict[int, list[Job]] = {}  # by request number of the environment host
         self._decoding: dict[str, Job] = {}  # by request of the engine
         self._jobs: dict[SlotKey, Job] = {}  # all of them
@@ -133,6 +138,8 @@ class Worker:
             return Idle.UNROUTED if getattr(self._engine, "unrouted", False) else None
         if not self._jobs:
             return Idle.NO_REQUESTS
+        if self._tools is not None and not self._tools.sessions.free:
+            return Idle.ENVIRONMENT
         return Idle.WEIGHTS if any(job.phase is Phase.READY for job in self._jobs.values()) else Idle.ENVIRONMENT
 
     def _drain(self) -> None:
@@ -198,6 +205,8 @@ class Worker:
         self._decoding.pop(job.request, None)
         self._jobs.pop(job.key, None)
         self._scheduler.ended(job.key, lost)
+        if self._tools is not None:
+            self._tools.sessions.end(job.name)
         if not job.writer.ended:
             job.writer.abandon()
 
@@ -210,17 +219,41 @@ class Worker:
             for job in jobs:
                 if prompt is not None:
                     job.prompt, job.phase = prompt, Phase.READY
+                elif self._tools is not None and reply.opening is not None:
+                    try:
+                        self._tools.prompted(job, reply.opening)
+                    except ValueError as error:
+                        self._failed_to_start(job, Failed(REASON_ENVIRONMENT_FAILED, Boundary.ENVIRONMENT, str(error)))
                 elif job.phase is Phase.PROMPT:
-                    self._failed_to_start(job, reply)
+                    assert reply.failed is not None
+                    self._failed_to_start(job, reply.failed)
+                elif self._tools is not None:
+                    self._goes_on(job, self._tools.answered(job, reply))
                 else:
                     self._judged(job, reply)
 
-    def _failed_to_start(self, job: Job, reply: Reply) -> None:
-        assert reply.failed is not None
+    def _failed_to_start(self, job: Job, failed: Failed) -> None:
         self._start_writer(job)
-        self._end(job, Outcome.INFRA_FAILURE, reply.failed.reason, Boundary(reply.failed.boundary),
-                       text=reply.failed.message)  # fmt: skip
+        self._end(job, Outcome.INFRA_FAILURE, failed.reason, Boundary(failed.boundary), text=failed.message)
         self._forget(job, lost=True)
+
+    def _goes_on(self, job: Job, then: Next) -> None:
+        """As the tool loop says: its session was asked something, it is over, or its next turn begins."""
+        assert self._tools is not None
+        if isinstance(then, int):
+            self._asked[then] = [job]
+        elif then is None:
+            self._ask(job)
+        else:
+            ending, verdict, lost = then.ending, then.verdict, then.ending.outcome is Outcome.INFRA_FAILURE
+            timings = job.scored(time.monotonic()) if job.phase is Phase.SCORING else job.timings_ms
+            reason = job.stop_reason if ending.reason == REASON_STOP else ending.reason
+            self._tools.record_end(job, then.facts)
+            self._end(job, ending.outcome, reason, ending.boundary,
+                      reward=verdict.reward if verdict else None if lost else 0.0,
+                      rewards=verdict.components if verdict else {}, text=then.error if lost else self._text(job),
+                      timings_ms=timings)  # fmt: skip
+            self._forget(job, lost=lost)
 
     def _judged(self, job: Job, reply: Reply) -> None:
         text, timings = self._text(job), job.scored(time.monotonic())
@@ -284,7 +317,8 @@ class Worker:
             if self._engine.version > (job.lease.version or 0):
                 self._hand_back(job, REASON_OTHER_VERSION)  # served weights never go back
         active, capacity = self._engine.active, self._engine.capacity
-        self._scheduler.observe(EngineLoad(min(active, capacity), max(0, active - capacity), capacity))
+        self._scheduler.observe(EngineLoad(min(active, capacity), max(0, active - capacity), capacity),
+                                None if self._tools is None else self._tools.sessions.free)  # fmt: skip
         for key in self._scheduler.starts(self._may_begin):
             self._submit(self._jobs[key])
 
@@ -297,12 +331,15 @@ class Worker:
         job.sampling = self._start_writer(job)
         if self._ask(job):
             job.submitted, job.phase = time.monotonic(), Phase.DECODING
-            job.writer.context(job.prompt, Source.PROMPT)
+            if self._tools is None:
+                job.writer.context(job.prompt, Source.PROMPT)
+            else:
+                self._tools.begin(job)
 
     def _ask(self, job: Job) -> bool:
         """Whether the engine takes what the job asks for now."""
         try:
-            self._engine.submit(job.asks(self._engine.eos_ids))
+            self._engine.submit(job.asks(self._engine.eos_ids, self._settings.model.max_length))
         except EngineError as error:
             self._end(job, Outcome.INFRA_FAILURE, REASON_PROMPT_TOO_LONG, Boundary.ENVIRONMENT, text=str(error))
             self._forget(job, lost=True)
@@ -339,14 +376,19 @@ class Worker:
             return
         now, reason = time.monotonic(), REASON_STOP if one.finished == "stop" else REASON_LENGTH
         if one.finished is None:
-            most = job.budget.max_model_s
-            if most is None or len(job.tokens) * self._pace.token_s < most or now - job.first_token < most:
+            most = job.budget.model_left_s()
+            if len(job.tokens) * self._pace.token_s < most or now - job.first_token < most:
                 return
             self._engine.cancel(job.request)  # its model's time is spent: it is judged as it stands
             reason = REASON_BUDGET_SPENT
         job.writer.timed(job.decoded(now, reason, self._pace))
-        job.writer.flush(reason)
+        end = job.writer.cut(reason)
+        job.writer.flush()
         del self._decoding[job.request]
+        if self._tools is not None:
+            self._goes_on(job, self._tools.turn_over(job, self._text(job), reason, end))
+            return
+        assert isinstance(self._host, EnvironmentHost)
         number = self._host.ask_score(job.lease.task, self._text(job), self._settings.rollout.score_timeout_s)
         self._asked[number] = [job]
 
@@ -396,7 +438,7 @@ class Worker:
 
 def run_worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, stop: threading.Event,
                choice: EngineChoice, *, name: str | None = None, threads: int | None = None,
-               weights_socket: str | None = None) -> None:  # fmt: skip
+               weights_socket: str | None = None, sandboxes: SandboxChoice | None = None) -> None:  # fmt: skip
     """Load the model, catch up with the newest published version, then serve leases until `stop`.
 
     As many sequences as decode at once may wait, so that the engine never idles while the coordinator learns of a free
@@ -410,7 +452,13 @@ def run_worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSetting
         torch.set_num_threads(threads)
     model = settings.model
     name, incarnation = name or _default_name(), uuid.uuid4().hex
-    engine = open_engine(model, choice)
+    tools = open_tools(settings, sandboxes or SandboxChoice())
+    try:
+        engine = open_engine(model, choice)
+    except BaseException:
+        if tools is not None:
+            tools.sessions.close()
+        raise
     ahead = HandedOver() if weights_socket else None
     following = Following(weights_socket, topics.name(WEIGHTS), ahead) if weights_socket and ahead else None
     receiver = Receiver(kafka, topics, worker=name, incarnation=incarnation,
@@ -419,12 +467,14 @@ def run_worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSetting
         if not receiver.load(engine, stop):
             return
         worker = Worker(kafka, topics, settings, engine, receiver, name=name, incarnation=incarnation,
-                        capacity=2 * engine.capacity)  # fmt: skip
+                        capacity=2 * engine.capacity, tools=tools)  # fmt: skip
         worker.run(stop)
     finally:
         receiver.close()
         if following is not None:
             following.close()
+        if tools is not None:
+            tools.sessions.close()
         engine.close()
 
 

@@ -136,6 +136,10 @@ class TasksExhausted(HeadraceError):
     """The task source is empty or broken; the message names the task."""
 
 
+class InvalidTask(TasksExhausted):
+    """A task's folder is incomplete or its `task.toml` wrong; the message names file, line and key."""
+
+
 class TooUniform(NoProgress):
     """Too many groups closed without a batch: the tasks are too hard or too easy for this policy."""
 

@@ -78,18 +78,25 @@ class ModelSettings(Section):
 
 
 class TaskSettings(Section):
-    source: Literal["reasoning_gym", "jsonl"] = Field(
-        "reasoning_gym", description="a reasoning-gym data set, or a file with one JSON task a line"
+    source: Literal["reasoning_gym", "jsonl", "terminal"] = Field(
+        "reasoning_gym", description="a reasoning-gym data set, a file with one JSON task a line, or task folders in "
+        "the format of Terminal-Bench and Harbor"
     )
     dataset: str | None = Field(None, description="name of the reasoning-gym data set")
     config: dict[str, Any] = Field(default_factory=dict, description="its configuration (sizes, ranges)")
     size: Positive | None = Field(None, description="tasks in all; then the run ends (none: no end)")
-    path: str | None = Field(None, description="JSON-lines file: each line has `prompt` and what the scorer needs")
+    path: str | None = Field(None, description="jsonl: a file whose lines have `prompt` and what the scorer needs; "
+                                               "terminal: a task's folder, or one that holds such folders")  # fmt: skip
     score: str | None = Field(None, description="`module:function`, called as score(task, text) -> float or None")
     seed: int = Field(0, description="draws the tasks")
     system: str | None = Field(None, description="system message")
     examples: tuple[tuple[str, str], ...] = Field((), description="solved examples (question, answer) as earlier turns")
     template: str = Field("{question}", description="the user's message; {question} is the task's prompt")
+    sandbox: Literal["docker", "process"] = Field("docker", description="terminal: the kind of sandbox that tasks "
+                                                                        "run in")  # fmt: skip
+    step_timeout_s: PositiveFloat = Field(120.0, description="terminal: a command that takes longer is killed, and the "
+                                                             "model is told")  # fmt: skip
+    output_bytes: Positive = Field(8192, description="terminal: of a command's output, what the model is shown")
 
     @model_validator(mode="after")
     def _source_has_what_it_needs(self) -> TaskSettings:
@@ -97,6 +104,8 @@ class TaskSettings(Section):
             raise ValueError("source 'reasoning_gym' needs `dataset`")
         if self.source == "jsonl" and not (self.path and self.score):
             raise ValueError("source 'jsonl' needs `path` and `score`")
+        if self.source == "terminal" and not self.path:
+            raise ValueError("source 'terminal' needs `path`")
         if "{question}" not in self.template:
             raise ValueError("`template` has no {question}")
         return self

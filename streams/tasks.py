@@ -9,9 +9,10 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from headrace.schemas.errors import TasksExhausted
+from headrace.schemas.errors import InvalidTask, TasksExhausted
 from headrace.schemas.events import Task
 from headrace.schemas.settings import TaskSettings
+from headrace.schemas.taskfolder import PARTS, SPEC, digest_of, missing, parse_task
 
 
 class TaskSource(Protocol):
@@ -26,6 +27,8 @@ class TaskSource(Protocol):
 
 def task_source(settings: TaskSettings) -> TaskSource:
     """Raises TasksExhausted where the source is empty or broken."""
+    if settings.source == "terminal":
+        return FolderSource(settings)
     return GymSource(settings) if settings.source == "reasoning_gym" else JsonLinesSource(settings)
 
 
@@ -74,6 +77,51 @@ class JsonLinesSource:
     def find(self, task_id: str) -> Task | None:
         index = _index(task_id, self._name)
         return self.at(index) if index is not None and index < len(self._items) else None
+
+
+class FolderSource:
+    """Task folders, in the order of their names, again and again up to `size` tasks. Each is named by its folder and a
+    digest of what an episode depends on, so that a worker whose copy is another says so. All are read at the start."""
+
+    def __init__(self, settings: TaskSettings) -> None:
+        assert settings.path is not None
+        self._settings, path = settings, Path(settings.path)
+        try:
+            folders = [path] if (path / SPEC).exists() else sorted(one.parent for one in path.glob(f"*/{SPEC}"))
+            found = [(folder, read_folder(folder)) for folder in folders]
+        except OSError as error:
+            raise TasksExhausted(f"tasks.path {path}: can't be read ({error})") from error
+        if not found:
+            raise TasksExhausted(f"tasks.path {path}: no folder in it holds a {SPEC}")
+        self._tasks: dict[str, dict[str, Any]] = {}
+        for folder, files in found:
+            if lacking := missing(files):
+                raise InvalidTask(f"{folder}: it has no {lacking}")
+            task = parse_task(str(folder / SPEC), files[SPEC].decode(errors="replace"))
+            if settings.sandbox not in task.metadata.sandboxes:
+                raise InvalidTask(f"{folder / SPEC}: tasks.sandbox is {settings.sandbox!r}, and the task runs in "
+                                  f"{', '.join(task.metadata.sandboxes)} (metadata.sandboxes)")  # fmt: skip
+            self._tasks[folder.name] = {"folder": str(folder), "digest": digest_of(files)}
+        self._names = list(self._tasks)
+
+    def at(self, cursor: int) -> Task | None:
+        if self._settings.size is not None and cursor >= self._settings.size:
+            return None
+        return self.find(self._names[cursor % len(self._names)])
+
+    def find(self, task_id: str) -> Task | None:
+        if task_id not in self._tasks:
+            return None
+        settings = self._settings
+        how = {"sandbox": settings.sandbox, "step_timeout_s": settings.step_timeout_s,
+               "output_bytes": settings.output_bytes}  # fmt: skip
+        return Task(task_id, settings.source, _data(settings, self._tasks[task_id] | how), settings.seed)
+
+
+def read_folder(folder: Path) -> dict[str, bytes]:
+    """What an episode of a task folder depends on, by path within it. Raises OSError."""
+    return {name: file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()
+            and (name := file.relative_to(folder).as_posix()).startswith(PARTS)}  # fmt: skip
 
 
 def _item(path: Path, number: int, line: str) -> dict[str, Any]:

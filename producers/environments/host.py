@@ -28,7 +28,7 @@ from headrace.schemas.outcomes import (
 )
 
 from ..lifeline import die_with_parent
-from . import Message, Verdict, environment_for
+from . import Judged, Message, Opening, ToolResult, Verdict, environment_for
 
 START_TIMEOUT_S = 180.0  # importing an environment library on a cold disk
 MAX_START_FAILURES = 3  # a host that never comes up is an error that a person must see
@@ -43,14 +43,20 @@ class Failed:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reply:
-    """The answer to one request: the prompt's messages, or the verdict, or why there is none."""
+    """The answer to one request: the prompt's messages, or the verdict, or why there is none. From an environment with
+    tools: how its attempts open, the results of calls, or how the attempt ended, perhaps after some of them;
+    `sandbox_s`: what setting up its state took, once."""
 
     request: int
     messages: list[Message] | None = None
     verdict: Verdict | None = None
     failed: Failed | None = None
+    opening: Opening | None = None
+    results: list[ToolResult] | None = None
+    judged: Judged | None = None
+    sandbox_s: float = 0.0
 
 
 @dataclass(slots=True)

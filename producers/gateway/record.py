@@ -21,6 +21,7 @@ from headrace.schemas.outcomes import Boundary, Outcome, Source
 from ..conversation import Chat
 from ..engines.probe import refused_for_training
 from ..episodes import EpisodeWriter
+from ..places import Places
 from .turns import Turn
 
 log = logging.getLogger("headrace.gateway")
@@ -38,9 +39,7 @@ class Record:
         self._writer, self._start = writer, start
         self._lock = asyncio.Lock()
         self._started = False
-        self._turns = 0
-        self._places: dict[int, tuple[int, int]] = {}  # by number in the conversation: spans that end prompt and answer
-        self._last: int | None = None  # the turn that ends with the newest span
+        self._places = Places()
 
     @property
     def ended(self) -> bool:
@@ -50,15 +49,15 @@ class Record:
         async with self._lock:
             await self._begin()
             prompt, writer = turn.prompt, self._writer
-            new, parent = prompt.ids[prompt.known :], self._parent(turn)
+            new, parent = prompt.ids[prompt.known :], self._places.parent(prompt)
             source = Source.PROMPT if prompt.after is None else Source.ENVIRONMENT
             answers = bool(new) and source == Source.ENVIRONMENT  # belongs to the turn before, and ends it
-            if self._turns and not answers:
+            if self._places.any and not answers:
                 writer.next_turn()
             if new:
                 await self._context(turn, new, source, parent, answers, orphaned)
                 parent = -1
-            middle = writer.cut() if new else self._places[prompt.after or 0][int(prompt.with_answer)]
+            middle = writer.cut() if new else self._places.end(prompt)
             writer.timed(turn.timings_ms())
             at = 0
             for version, count in turn.runs:
@@ -67,10 +66,7 @@ class Record:
                 at, parent = at + count, -1
             end = writer.cut(REASON_ORPHANED if orphaned else turn.finish)
             await _patiently(writer.flush)
-            self._turns += 1
-            self._last = None if orphaned else turn.number
-            if turn.number is not None and not orphaned:
-                self._places[turn.number] = (middle, end)
+            self._places.wrote(None if orphaned else turn.number, middle, end)
 
     async def end(self, outcome: Outcome, reason: str, boundary: Boundary, *, reward: float | None = None,
                   rewards: Mapping[str, float | None] | None = None, text: str | None = None,
@@ -94,15 +90,6 @@ class Record:
         except (RecordTooLarge, BlobError) as error:
             log.warning("turn %s: its messages are left out of the detail, its tokens are whole: %s", turn.name, error)
             await _patiently(partial(take, detail=_detail(turn, orphaned, messages=False)))
-
-    def _parent(self, turn: Turn) -> int:
-        """The span that the turn's first own token continues; -1: the one before."""
-        prompt = turn.prompt
-        if prompt.after is None:
-            return 0 if self._turns else -1
-        if prompt.with_answer and prompt.after == self._last:
-            return -1
-        return self._places[prompt.after][int(prompt.with_answer)]
 
 
 async def _patiently(step: Callable[[], object]) -> None:

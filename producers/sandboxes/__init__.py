@@ -31,12 +31,16 @@ CPUS = 1.0
 @dataclass(frozen=True, slots=True)
 class SandboxSpec:
     """What a sandbox is made of; sandboxes of equal specs are interchangeable. `base`: what the backend takes as the
-    file system below what the sandbox writes, or a snapshot (None: the backend's plain one). `output_bytes`: kept of a
-    step's output. The rest is what all of its processes may have together: `disk_bytes` written (a file counts as
-    `FILE_BYTES` at least), `memory_bytes`, `processes` (threads count, and the few that are ours), `cpus` of one core's
-    time."""
+    file system below what the sandbox writes, or a snapshot (None: the backend's plain one). `folder`: where its shells
+    begin (None: as the base says, else /home/agent). `variables`: of their environment. `fresh`: folders that are empty
+    whatever the base has there, and that no snapshot holds. `output_bytes`: kept of a step's output. The rest is what
+    all of its processes may have together: `disk_bytes` written (a file counts as `FILE_BYTES` at least),
+    `memory_bytes`, `processes` (threads count, and the few that are ours), `cpus` of one core's time."""
 
     base: str | None = None
+    folder: str | None = None
+    variables: tuple[tuple[str, str], ...] = ()
+    fresh: tuple[str, ...] = ()
     output_bytes: int = OUTPUT_BYTES
     disk_bytes: int = DISK_BYTES
     memory_bytes: int = MEMORY_BYTES

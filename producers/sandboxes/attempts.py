@@ -5,6 +5,9 @@ model's runs beside the scorer, and the scorer's files are never where the model
 there is tried on the task as it was given, and then once more on what the model left: if it works on the one and not
 on the other, the model's files have broken it, and that is the model's failure; else the scorer is at fault.
 
+What the scorer reads its verdict from lies in folders that are empty when it begins, so no file of the model's is taken
+for one.
+
 Nothing is raised: whatever happens ends the attempt, with an `Ending`.
 """
 
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import base64
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from headrace.schemas.errors import DaemonLost, HeadraceError, SandboxFailed, SandboxLost
@@ -28,7 +31,8 @@ from headrace.schemas.outcomes import (
     of_error,
 )
 
-from . import Sandbox, SandboxSpec, StepResult
+from ..environments import Verdict
+from . import OUTPUT_BYTES, Sandbox, SandboxSpec, StepResult
 from .pool import Order, Pool
 
 TAKE_S = 120.0
@@ -37,13 +41,23 @@ WRITE_S = 30.0
 SUCCESS, FAILURE = 0, 1  # of a scorer's command; whatever else it exits with is no verdict
 
 
+def by_exit_status(sandbox: Sandbox, result: StepResult) -> Verdict | None:
+    if result.code not in (SUCCESS, FAILURE):
+        return None
+    return Verdict(float(result.code == SUCCESS), result.code == SUCCESS)
+
+
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """`files` (absolute paths) are written before `command` runs."""
+    """`files` (absolute paths) are written before `command` runs. `fresh` folders are empty before that, and
+    `variables` are set. `verdict` says what it came to (None: nothing), and may still ask the sandbox."""
 
     command: str
     timeout_s: float
     files: Mapping[str, bytes] = field(default_factory=dict)
+    fresh: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
+    verdict: Callable[[Sandbox, StepResult], Verdict | None] = by_exit_status
 
 
 class Attempt:
@@ -55,6 +69,8 @@ class Attempt:
         self.left_s = budget_s
         self.ending: Ending | None = None
         self.error: HeadraceError | None = None  # in words, of an end that has one
+        self.verdict: Verdict | None = None  # once it is scored, where there is one
+        self.said = b""  # by the scorer
         self._sandbox: Sandbox | None = None
         try:
             self._sandbox = (order or pool.order(self._spec)).take(take_s)
@@ -101,7 +117,10 @@ class Attempt:
         said = self._run(scorer, replace(self._spec, base=snapshot))
         if said.outcome is not Outcome.INFRA_FAILURE or isinstance(self.error, DaemonLost):
             return said
-        if self._run(scorer, self._spec).outcome is Outcome.INFRA_FAILURE:
+        words, error = self.said, self.error
+        sound = self._run(scorer, self._spec).outcome is not Outcome.INFRA_FAILURE
+        self.verdict, self.said, self.error = None, words, error
+        if not sound:
             return said
         again = self._run(scorer, replace(self._spec, base=snapshot))  # it may have been a passing fault
         if again.outcome is not Outcome.INFRA_FAILURE or isinstance(self.error, DaemonLost):
@@ -109,18 +128,24 @@ class Attempt:
         return REASONS[REASON_SCORER_BROKEN].ending()
 
     def _run(self, scorer: Scorer, spec: SandboxSpec) -> Ending:
-        self.error = None
+        self.error, self.verdict, self.said = None, None, b""
+        spec = replace(spec, fresh=scorer.fresh, variables=spec.variables + scorer.variables,
+                       output_bytes=max(OUTPUT_BYTES, spec.output_bytes))  # fmt: skip
         try:
             with self._pool.sandbox(spec, self._take_s) as one:
                 for path, data in scorer.files.items():
                     write(one, path, data)
-                code = one.step(scorer.command, scorer.timeout_s).code
+                result = one.step(scorer.command, scorer.timeout_s)
+                self.said = result.output
+                if result.timed_out:
+                    return REASONS[REASON_SCORER_TIMEOUT].ending()
+                self.verdict = scorer.verdict(one, result)
         except (SandboxLost, SandboxFailed) as error:
             self.error = error
             return of_error(error)
-        if code in (SUCCESS, FAILURE):
-            return REASONS[REASON_STOP].ending(success=code == SUCCESS)
-        return REASONS[REASON_SCORER_TIMEOUT if code is None else REASON_SCORER_FAILED].ending()
+        if self.verdict is None:
+            return REASONS[REASON_SCORER_FAILED].ending()
+        return REASONS[REASON_STOP].ending(success=self.verdict.success)
 
     # ------------------------------------------------------------------------------------------------- the end
 

@@ -103,19 +103,25 @@ class DockerBackend:
 
     def start(self, spec: SandboxSpec, timeout_s: float) -> DockerSandbox:
         name, image = uuid.uuid4().hex[:12], spec.base or self.image
+        # An image, and a snapshot too, says where its shells begin, as whom, and with which variables.
+        plain: dict[str, Any] = {} if spec.base else {
+            "user": "0:0", "working_dir": "/home/agent",
+            "environment": {"HOME": "/home/agent", "LANG": "C.UTF-8", "PATH": "/usr/local/bin:/usr/bin:/bin"}}
+        own = {"environment": plain.get("environment", {}) | dict(spec.variables)}
+        if spec.folder:
+            own["working_dir"] = spec.folder
         file_bytes = round(spec.disk_bytes * FILE_SHARE)
         with self.asking(f"a container of image {image}"):
             config = self.api.create_host_config(
                 init=True, auto_remove=True, network_mode="none", ipc_mode="private", cap_drop=["ALL"],
                 security_opt=["no-new-privileges"], mem_limit=spec.memory_bytes, memswap_limit=spec.memory_bytes,
+                tmpfs={path: f"rw,exec,nosuid,nodev,mode=1777,size={spec.disk_bytes}" for path in spec.fresh},
                 pids_limit=spec.processes, nano_cpus=round(spec.cpus * 1e9), log_config={"Type": "none", "Config": {}},
                 ulimits=[{"Name": "fsize", "Soft": file_bytes, "Hard": file_bytes},
                          {"Name": "core", "Soft": 0, "Hard": 0}])  # fmt: skip
             made = self.api.create_container(
-                image, list(ARGV), name=f"headrace-{name}", hostname="sandbox", user="0:0", stdin_open=True,
-                labels=self.labels(name), host_config=config, working_dir="/home/agent",
-                environment={"HOME": "/home/agent", "LANG": "C.UTF-8", "PATH": "/usr/local/bin:/usr/bin:/bin"},
-            )["Id"]  # fmt: skip
+                image, list(ARGV[1:]), entrypoint=list(ARGV[:1]), name=f"headrace-{name}", hostname="sandbox",
+                stdin_open=True, labels=self.labels(name), host_config=config, **(plain | own))["Id"]  # fmt: skip
         try:
             with self.asking(f"container {name}"):
                 attached = self.api.attach_socket(made, {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})

@@ -24,6 +24,9 @@ NAME = "headrace-plain"
 PACKAGES = ("base-files", "base-passwd", "bash", "coreutils", "dash", "debianutils", "diffutils", "findutils", "gawk",
             "grep", "gzip", "hostname", "libc-bin", "mawk", "mount", "ncurses-base", "procps", "python3-minimal", "sed",
             "tar", "util-linux")  # fmt: skip
+# What the tasks in examples/terminal are built from: with git, and Python's whole library.
+TOOLS_IMAGE = f"{NAME}:tools"
+ADDED = ("git", "python3")
 LEFT_OUT = re.compile(r"^/usr/share/(doc|man|info|locale|lintian|bug)/|^/(var|boot|run|proc|sys|dev)/|^/etc/shadow|"
                       r"^/etc/(apt|ssl|ssh)/")  # fmt: skip
 FOLDERS = {"dev": 0o755, "etc": 0o755, "home": 0o755, "home/agent": 0o755, "proc": 0o755, "root": 0o700, "run": 0o755,
@@ -46,6 +49,14 @@ def plain_image(api: Any, packages: Sequence[str] = PACKAGES) -> str:
         file.seek(0)
         api.import_image_from_data(file, repository=NAME, tag=digest)
     return name
+
+
+def tools_image(api: Any) -> None:
+    """Makes `TOOLS_IMAGE`, or brings it up to date. Raises as `plain_image`."""
+    if lacking := set(ADDED) - {one.partition("=")[0] for one in closure(ADDED)}:
+        raise SandboxFailed(f"{TOOLS_IMAGE} is made of this machine's Debian packages, and some aren't here: apt-get "
+                            f"install {' '.join(sorted(lacking))}")  # fmt: skip
+    api.tag(plain_image(api, (*PACKAGES, *ADDED)), NAME, "tools", force=True)
 
 
 def closure(packages: Sequence[str]) -> list[str]:

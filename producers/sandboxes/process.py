@@ -109,8 +109,10 @@ class ProcessBackend:
                 "--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv",
                 "--setenv", VARIABLE, label, "--setenv", "PATH", "/usr/local/bin:/usr/bin:/bin",
                 "--setenv", "HOME", "/home/agent", "--setenv", "LANG", "C.UTF-8",
+                *(word for name, value in spec.variables for word in ("--setenv", name, value)),
                 "--bind", f"{at}/root", "/", *system, "--proc", "/proc", "--dev", "/dev",
-                "--dir", "/tmp", "--dir", "/home/agent", "--chdir", "/home/agent", *ARGV]  # fmt: skip
+                "--dir", "/tmp", "--dir", "/home/agent", *(word for path in spec.fresh for word in ("--tmpfs", path)),
+                "--chdir", spec.folder or "/home/agent", *ARGV]  # fmt: skip
 
     def remove(self, base: str) -> None:
         self._layers.remove(base)
