@@ -2,8 +2,8 @@
 
 A folder holds `task.toml`, `instruction.md`, `environment/` with its Dockerfile, `tests/test.sh` (which writes the
 reward file) and perhaps `solution/solve.sh`. This module decides what the keys of `task.toml` mean, and refuses those
-that can't be kept: a task that needs what isn't there must not run as if it didn't. What is only about the task
-(`[metadata]`, `[task]`, ...) is left alone. There is never a network, whatever `allow_internet` says.
+that can't be kept: a task that needs what isn't there must not run as if it didn't. Keys that the format doesn't know
+are left out, as its own tools do, and named by `unknown`. There is never a network, whatever `allow_internet` says.
 
 Of our own is one key: `metadata.sandboxes`, the kinds of sandbox that the task runs in. Without it that is `docker`.
 """
@@ -54,7 +54,7 @@ Nothing = Annotated[Any, AfterValidator(_nothing)]
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
 
 class AgentTable(_Table):
@@ -134,13 +134,23 @@ def parse_task(where: str, text: str) -> TaskFile:
         problem = error.errors()[0]
         loc = [str(part) for part in problem["loc"]]
         said = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] == "extra_forbidden":
-            said = "unknown key; what is only about the task belongs under [metadata]"
-        elif problem["type"] != "value_error":
+        if problem["type"] != "value_error":
             said += f", got {problem['input']!r}"
         line = _line(text, loc)
         at = f", line {line}" if line else ""
         raise InvalidTask(f"{where}{at}: {'.'.join(loc) or '(the file)'}: {said}") from error
+
+
+def unknown(text: str) -> list[str]:
+    """Keys of a valid file that mean nothing here, dotted."""
+    tables = {"agent": AgentTable, "verifier": VerifierTable, "environment": EnvironmentTable}
+    out = []
+    for name, value in tomllib.loads(text).items():
+        if name not in TaskFile.model_fields:
+            out.append(name)
+        elif name in tables and isinstance(value, dict):
+            out += [f"{name}.{key}" for key in value if key not in tables[name].model_fields]
+    return out
 
 
 def missing(files: Mapping[str, bytes]) -> str | None:
@@ -160,7 +170,7 @@ def digest_of(files: Mapping[str, bytes]) -> str:
 
 def _line(text: str, loc: list[str]) -> int | None:
     """The line on which a key stands, or its table where that is all there is."""
-    table, best = "", None
+    table, best, known = "", None, ""
     for number, line in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*\[+\s*([^\]]+?)\s*\]", line):
             table = header[1]
@@ -171,6 +181,6 @@ def _line(text: str, loc: list[str]) -> int | None:
             continue
         if key == ".".join(loc):
             return number
-        if best is None and loc and ".".join(loc).startswith(f"{key}."):
-            best = number
+        if len(key) > len(known) and ".".join(loc).startswith(f"{key}."):
+            best, known = number, key
     return best

@@ -6,13 +6,16 @@ A source makes tasks without their environment: the worker's environment turns `
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.schemas.errors import InvalidTask, TasksExhausted
 from headrace.schemas.events import Task
 from headrace.schemas.settings import TaskSettings
-from headrace.schemas.taskfolder import PARTS, SPEC, digest_of, missing, parse_task
+from headrace.schemas.taskfolder import PARTS, SPEC, digest_of, missing, parse_task, unknown
+
+log = logging.getLogger("headrace.tasks")
 
 
 class TaskSource(Protocol):
@@ -97,7 +100,10 @@ class FolderSource:
         for folder, files in found:
             if lacking := missing(files):
                 raise InvalidTask(f"{folder}: it has no {lacking}")
-            task = parse_task(str(folder / SPEC), files[SPEC].decode(errors="replace"))
+            text = files[SPEC].decode(errors="replace")
+            task = parse_task(str(folder / SPEC), text)
+            if strange := unknown(text):
+                log.warning("%s: unknown keys are left out: %s", folder / SPEC, ", ".join(strange))
             if settings.sandbox not in task.metadata.sandboxes:
                 raise InvalidTask(f"{folder / SPEC}: tasks.sandbox is {settings.sandbox!r}, and the task runs in "
                                   f"{', '.join(task.metadata.sandboxes)} (metadata.sandboxes)")  # fmt: skip

@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.producers.receiver import Receiver
+from headrace.producers.toolloop import ToolLoop
 from headrace.producers.worker import Worker
 from headrace.schemas.codec import decode, encode
-from headrace.schemas.events import EpisodeEnded, Event, Span, Task
+from headrace.schemas.events import EpisodeEnded, Event, GroupSpec, Span, Task
 from headrace.schemas.outcomes import Source
 from headrace.schemas.topics import TASKS, TRAJECTORIES
 from headrace.streams.log.reader import end_offsets, read_range
@@ -20,23 +21,24 @@ from tests.publishing import Publishing
 from tests.scripted import lease, spec
 
 SLOTS, NEW = 2, 60
+TASK = Task("t", "jsonl", json.dumps({"score": "scorers:vowels", "item": {"prompt": "Say it."}}), 0)
 
 
 class Working:
     """A worker whose loop the test turns, with leases by hand."""
 
-    def __init__(self, source: Publishing, engine: Any, incarnation: str = "i") -> None:
+    def __init__(self, source: Publishing, engine: Any, incarnation: str = "i", tools: ToolLoop | None = None) -> None:
         self.source, self.engine, self.incarnation = source, engine, incarnation
         self.receiver = Receiver(source.kafka, source.topics, worker="w", incarnation=incarnation,
                                  initial=lambda: source.history[0])  # fmt: skip
         assert self.receiver.load(self.engine)
         self.worker = Worker(source.kafka, source.topics, source.settings, self.engine, self.receiver, name="w",
-                             incarnation=incarnation, capacity=8)  # fmt: skip
+                             incarnation=incarnation, capacity=8, tools=tools)  # fmt: skip
         self._leases = 0
 
-    def lease(self, group: str, assignments: dict[int, int] | None = None, **over: Any) -> None:
-        task = Task("t", "jsonl", json.dumps({"score": "scorers:vowels", "item": {"prompt": "Say it."}}), 0)
-        rules = spec(SLOTS, max_tokens=NEW)
+    def lease(self, group: str, assignments: dict[int, int] | None = None, *, task: Task = TASK,
+              rules: GroupSpec | None = None, **over: Any) -> None:  # fmt: skip
+        rules = rules or spec(SLOTS, max_tokens=NEW)
         one = replace(lease(group, assignments, rules=rules, incarnation=self.incarnation, opens=assignments is None,
                             **over), task=task, number=self._leases)  # fmt: skip
         self._leases += 1
@@ -62,8 +64,8 @@ class Working:
                  name)[0])]  # fmt: skip
         return [one for one in found if isinstance(one, kind)]
 
-    def ended(self, group: str) -> bool:
-        return len([one for one in self.events(TRAJECTORIES, EpisodeEnded) if one.group == group]) == SLOTS
+    def ended(self, group: str, slots: int = SLOTS) -> bool:
+        return len([one for one in self.events(TRAJECTORIES, EpisodeEnded) if one.group == group]) == slots
 
     def spans(self, group: str) -> list[list[Span]]:
         """The model's, of each slot."""

@@ -52,13 +52,13 @@ class Terminal:
 
     def __init__(self, backend: Backend, room: int, starting: int) -> None:
         self.room = room
-        self._kind, self._bases = backend.kind, Bases(backend)
+        self.kind, self._bases = backend.kind, Bases(backend)
         self._pool = Pool(backend, Size(room, min(room, starting)))
 
     def opening(self, task: Task) -> Opening:
         data, task_file, files = _read(task)
         base = self._base(data, task_file)
-        about = {"kind": self._kind, "base": base.base, "digest": data["digest"]}
+        about = {"kind": self.kind, "base": base.base, "digest": data["digest"]}
         messages = conversation(data | {"system": data.get("system") or SYSTEM}, files[INSTRUCTION].decode())
         return Opening(messages, [TOOL], task_file.agent.timeout_sec, {"sandbox": about})
 
