@@ -1,9 +1,9 @@
 """Workers and sandbox hosts as actors on a Ray cluster: how they are reached, and what their ends mean.
 
-An actor here is a thin frame around the role as it runs everywhere else. Ray starts none again by itself: the supervisor
-does, as it does with processes, and Ray finds a node for it. Actors belong to the supervisor's connection, so they end
-with it, even when it is killed. What crosses is text and numbers. A worker finds sandbox hosts by the names of actors in
-the run's namespace, which is new at each start of the supervisor.
+An actor here is a thin frame around the role as it runs everywhere else. Ray starts none again by itself: the
+supervisor does, as it does with processes, and Ray finds a node for it. Actors belong to the supervisor's connection,
+so they end with it, even when it is killed. What crosses is text and numbers. A worker finds sandbox hosts by the names
+of actors in the run's namespace, which is new at each start of the supervisor.
 """
 
 from __future__ import annotations
@@ -261,4 +261,5 @@ def _check_answers(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), ANSWER_S).close()
     except (OSError, OverflowError) as error:
-        raise ClusterError(f"no Ray cluster answers at {address} ({error}): start one with `ray start --head`") from error
+        raise ClusterError(f"no Ray cluster answers at {address} ({error}): start one with `ray start --head`"
+                           ) from error  # fmt: skip

@@ -1,8 +1,8 @@
 """What is placed on a Ray cluster, and on which nodes: decided from site settings and facts of nodes, without Ray.
 
-A worker takes one of a resource that only engine hosts have (a GPU, or a label), a sandbox host one of a label that only
-CPU hosts have: so the two are apart, and each kind grows by its own number of nodes and its own setting. Ray finds the
-node; here is checked beforehand that there are nodes to find.
+A worker takes one of a resource that only engine hosts have (a GPU, or a label), a sandbox host one of a label that
+only CPU hosts have: so the two are apart, and each kind grows by its own number of nodes and its own setting. Ray finds
+the node; here is checked beforehand that there are nodes to find.
 """
 
 from __future__ import annotations

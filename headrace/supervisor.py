@@ -1,4 +1,5 @@
-"""All roles of a run, on one machine unless some are placed elsewhere: which are started, when one is started again, and when the run is over.
+"""All roles of a run: which are started, when one is started again, and when the run is over. They are processes of
+this machine, but for those that a placer puts elsewhere.
 
 A process that dies is started again with back-off; one that dies again and again, or ends with an error that a restart
 would repeat, ends the run with its own last words. A worker that has brought an attempt to its end since its start

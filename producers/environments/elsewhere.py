@@ -2,8 +2,8 @@
 host is lost.
 
 A host is alive while it answers; each is asked every second, which also tells it that this worker lives. One that is
-gone, or silent for `SILENT_S`, ends the attempts that it had as `sandbox_lost`: that is infrastructure, and the lease
-gives their slots to new attempts. Whether it is replaced, and where, is decided elsewhere: hosts are found anew by name.
+gone, or silent for `SILENT_S`, ends the attempts that it had as `sandbox_lost`: that is infrastructure, and the next
+lease gives their slots to new attempts. Whether it is replaced, and where, isn't decided here: hosts are found anew.
 A step's own time-out is kept by its host; here each wait ends with the host, at the latest.
 """
 
@@ -28,7 +28,7 @@ from .hosted import LOOK_S, SILENT_S, judged_of, opening_of, result_of
 log = logging.getLogger("headrace.sandboxes")
 
 WAIT_S = 120.0  # for any host to be there
-LATE_S = 60.0  # beyond an attempt's own clock, on which a call is bounded: for the way, and for what isn't counted on it
+LATE_S = 60.0  # beyond an attempt's own clock: for the way, and for what isn't counted on that
 
 
 class Door(Protocol):
