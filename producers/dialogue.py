@@ -18,8 +18,8 @@ from .environments import Opening, ToolResult
 from .places import Places
 from .toolcalls import OPEN, parsed
 
-UNREADABLE = ("The tool call couldn't be read: between <tool_call> and </tool_call> stands one JSON object with \"name\" "
-              "and \"arguments\".")  # fmt: skip
+UNREADABLE = ('The tool call can\'t be read: between <tool_call> and </tool_call> stands one JSON object with "name" '
+              'and "arguments".')  # fmt: skip
 
 
 class Dialogue:

@@ -164,7 +164,7 @@ def _table(outcome: Outcome | None, boundary: Boundary, *lines: tuple[str, str])
 REASONS: dict[str, Reason] = {one.name: one for one in [
     *_table(None, Boundary.MODEL,
             (REASON_STOP, "the model said that it is done, and its answer was scored"),
-            (REASON_LENGTH, "the model reached its length, and what it had said was scored"),
+            (REASON_LENGTH, "the model reached its length, in tokens or turns, and what there was then was scored"),
             ("finished", "an agent's attempt was finished through the gateway, with a reward")),
     *_table(Outcome.MODEL_FAILURE, Boundary.MODEL,
             (REASON_BUDGET_SPENT, "the attempt's own clock (tokens, turns, the model's and its tools' time) is spent"),

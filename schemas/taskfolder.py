@@ -143,7 +143,8 @@ def parse_task(where: str, text: str) -> TaskFile:
 
 def unknown(text: str) -> list[str]:
     """Keys of a valid file that mean nothing here, dotted."""
-    tables = {"agent": AgentTable, "verifier": VerifierTable, "environment": EnvironmentTable}
+    tables: dict[str, type[BaseModel]] = {"agent": AgentTable, "verifier": VerifierTable,
+                                          "environment": EnvironmentTable}  # fmt: skip
     out = []
     for name, value in tomllib.loads(text).items():
         if name not in TaskFile.model_fields:

@@ -26,7 +26,7 @@ class SayingEngine(FakeEngine):
 
     def __init__(self, scripts: Sequence[Sequence[str]]) -> None:
         super().__init__()
-        self.weights = {"w": np.zeros(64, np.uint16)}  # type: ignore[assignment]
+        self.weights = {"w": np.zeros(64, np.uint16)}
         self.template, self._scripts = Pairs(TOOLS), scripts
         self.asked: list[GenerationRequest] = []
 

@@ -128,7 +128,8 @@ class Sessions:
                 assert one.session is not None
                 reply = work(one.session)
             except Exception as error:
-                log.warning("a session ended: %s", _words(error))
+                if not one.over:
+                    log.warning("a session ended: %s", _words(error))
                 reply = Reply(number, judged=Judged(of_error(error), error=_words(error)))
             if not one.over:
                 reply.sandbox_s, one.opened_s = one.opened_s, 0.0

@@ -13,8 +13,9 @@ import pytest
 
 from headrace.consumers import audit, open_run
 from headrace.models import smollm2
+from headrace.producers.sandboxes.docker import LABEL
 from headrace.settings import home
-from tests.sandboxes import backend_of, labelled, within
+from tests.sandboxes import backend_of, within
 
 EXAMPLE = Path(__file__).parents[2] / "examples/terminal"
 VERSIONS = 2
@@ -26,11 +27,11 @@ def test_agent_at_a_terminal_is_trained_end_to_end_and_the_ledger_closes(
     kafka: dict[str, Any], run_name: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("vllm")
-    backend_of("docker")
+    backend: Any = backend_of("docker")
     text = (EXAMPLE / "run.toml").read_text()
     changes = {'run = "terminal"': f'run = "{run_name}"', 'path = "model"': f'path = "{smollm2(home() / "models")}"',
                'path = "."': f'path = "{EXAMPLE}"', "group_size = 4": "group_size = 2",
-               "max_new_tokens = 512": "max_new_tokens = 160", "max_turns = 8": "max_turns = 3",
+               "max_new_tokens = 512": "max_new_tokens = 160", "max_turns = 8": "max_turns = 3\ntemperature = 0.3",
                "[site]": f'[site]\nstop_at = {VERSIONS}\nstate_dir = "{tmp_path}"'}  # fmt: skip
     for old, new in changes.items():
         assert old in text
@@ -53,4 +54,4 @@ def test_agent_at_a_terminal_is_trained_end_to_end_and_the_ledger_closes(
              for one in json.loads(detail).get("calls", ())]  # fmt: skip
     print(f"{len(ended)} episodes, {len(calls)} commands; rewards {sorted(ended.reward)}")
     assert calls, "the model called no tool: nothing of the sandboxes' way to a batch was shown"
-    assert within(30, lambda: not [one for one in labelled("docker")])
+    assert within(30, lambda: not backend.api.containers(all=True, filters={"label": LABEL}))

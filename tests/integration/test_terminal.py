@@ -1,4 +1,4 @@
-"""Terminal tasks, on every kind of sandbox: reference solutions, hostile ends, and the loop of turns in a real worker."""
+"""Terminal tasks on every kind of sandbox: reference solutions, forged verdicts, and the loop of turns in a worker."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from tests.saying import SayingEngine, call
 from tests.scripted import spec
 from tests.working import Working
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "examples/terminal"
 TASK_TOML = """
@@ -58,7 +59,7 @@ def terminal(request: pytest.FixtureRequest) -> Iterator[Terminal]:
 
 
 def source_of(path: Path, kind: str) -> TaskSource:
-    return task_source(TaskSettings(source="terminal", path=str(path), sandbox=kind, output_bytes=400))  # type: ignore[arg-type]
+    return task_source(TaskSettings(source="terminal", path=str(path), sandbox=kind, output_bytes=400))
 
 
 def write_task(folder: Path, *, check: str = CHECK, dockerfile: str = "", agent: float = 300.0) -> Path:
@@ -91,7 +92,6 @@ def solution(task: Task) -> str:
 # ------------------------------------------------------------------------------------------------- tasks
 
 
-@pytest.mark.slow
 def test_every_task_scores_its_reference_solution_and_nothing_else(terminal: Terminal) -> None:
     names = sorted(path.parent.name for path in OWN.glob("*/task.toml"))
     assert len(names) == 6

@@ -137,8 +137,8 @@ def test_dockerfile_that_needs_docker_is_refused_with_its_line(line: str, says: 
 
 @pytest.mark.parametrize(("text", "named", "reward", "success"), [
     ("1\n", False, 1.0, True), ("0", False, 0.0, False), ("0.5", False, 0.5, False), (" 1.0 ", False, 1.0, True),
-    ('{"reward": 0.25, "style": 1}', True, 0.25, False), ('{"a": 1, "b": 0.5}', True, 0.75, False), ("1", True, 1.0, True),
-    ('{"passed": true}', True, 1.0, True),
+    ('{"reward": 0.25, "style": 1}', True, 0.25, False), ('{"a": 1, "b": 0.5}', True, 0.75, False),
+    ("1", True, 1.0, True), ('{"passed": true}', True, 1.0, True),
 ])  # fmt: skip
 def test_reward_file_is_a_verdict(text: str, named: bool, reward: float, success: bool) -> None:
     verdict = verdict_of(text, named)
