@@ -33,6 +33,8 @@ $(STAMP): constraints.txt pyproject.toml schemas/delta/native.c
 	@$(BIN)/python -W ignore -m compileall -q $(VENV)/lib/python*/site-packages/cellpylib
 	@# Each role is a process of its own: what they import is compiled once, here, also where Python is told to keep no
 	@# bytecode. Otherwise each would spend seconds of CPU on it.
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -W ignore -m compileall -q $(VENV)/lib/python*/site-packages/ray/*.py \
+		$(VENV)/lib/python*/site-packages/ray/{_common,_private,dashboard,util}
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -W ignore -c "import pathlib, headrace.trainer.loop, reasoning_gym; \
 		from headrace.models import tiny_model; from headrace.producers.engines.hf import HfEngine; \
 		HfEngine(str(tiny_model(pathlib.Path('$(VENV)/tiny'))), slots=1, max_tokens=16)"

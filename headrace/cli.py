@@ -62,8 +62,11 @@ def run(
     config: ConfigArgument,
     print_settings: Annotated[bool, typer.Option(help="show every setting with its meaning, and end")] = False,
     stop_at: Annotated[int | None, typer.Option(help="version at which to stop (over the file's)")] = None,
+    ray: Annotated[str | None, typer.Option(help="place workers and sandbox hosts on the Ray cluster there (HOST:PORT "
+                                            "of its head, or auto); this machine must be one of its nodes",
+                                            metavar="ADDRESS")] = None,
     as_json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Create or resume a run, and supervise all its roles here. Ctrl-C drains; twice stops at once."""
     from .create import check_model, create_run
     from .supervisor import Supervisor
@@ -75,10 +78,19 @@ def run(
     _name_idle(loaded.settings)
     check_model(loaded.settings)
     kafka = kafka_config(loaded.site, start=True)
-    new = create_run(kafka, loaded.topics, loaded.settings)
-    say(f"run {loaded.run}: {'created' if new else 'resumed'} on {kafka['bootstrap.servers']}")
-    Supervisor(kafka, loaded.topics, loaded.site, loaded.file, say, stop_at=stop_at,
-               no_progress_s=loaded.settings.rollout.no_progress_s).run()  # fmt: skip
+    placer = None
+    if ray is not None:
+        from .cluster import Cluster
+
+        placer = Cluster(ray, kafka, loaded, say)
+    try:
+        new = create_run(kafka, loaded.topics, loaded.settings)
+        say(f"run {loaded.run}: {'created' if new else 'resumed'} on {kafka['bootstrap.servers']}")
+        Supervisor(kafka, loaded.topics, loaded.site, loaded.file, say, stop_at=stop_at,
+                   no_progress_s=loaded.settings.rollout.no_progress_s, placer=placer).run()  # fmt: skip
+    finally:
+        if placer is not None:
+            placer.close()
 
 
 def _name_idle(settings: RunSettings) -> None:

@@ -40,6 +40,8 @@ from .settings import SiteSettings, state_dir
 
 if TYPE_CHECKING:
     from headrace.producers.engines.opening import EngineChoice
+    from headrace.producers.environments import ToolEnvironment
+    from headrace.producers.tooling import SandboxChoice
 
 FINAL = 3
 _FINAL_ERRORS = (SettingsError, RunNotFound, ModelError, NoProgress, TasksExhausted, NonFiniteLogprob, ReplayMismatch,
@@ -66,14 +68,20 @@ def _coordinator(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSetti
     run_coordinator(kafka, topics, settings, stop, task_source(settings.tasks))
 
 
-def _worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings,
-            stop: threading.Event, name: str | None) -> None:  # fmt: skip
-    from headrace.producers.tooling import SandboxChoice
+def worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, site: SiteSettings,
+           stop: threading.Event, name: str | None,
+           elsewhere: Callable[[], ToolEnvironment] | None = None) -> None:  # fmt: skip
+    """`elsewhere`: makes the environment of tasks that need sandboxes, where those are on other hosts."""
     from headrace.producers.worker import run_worker
 
     run_worker(kafka, topics, settings, stop, _engine(site), name=name, threads=site.worker_threads,
-               weights_socket=site.weights_socket,
-               sandboxes=SandboxChoice(site.sandboxes, site.sandboxes_starting, site.docker))  # fmt: skip
+               weights_socket=site.weights_socket, sandboxes=sandbox_choice(site, elsewhere))  # fmt: skip
+
+
+def sandbox_choice(site: SiteSettings, elsewhere: Callable[[], ToolEnvironment] | None = None) -> SandboxChoice:
+    from headrace.producers.tooling import SandboxChoice
+
+    return SandboxChoice(site.sandboxes, site.sandboxes_starting, site.docker, elsewhere)
 
 
 def _engine(site: SiteSettings) -> EngineChoice:
@@ -138,7 +146,7 @@ def _gateway(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings,
 ROLES: dict[str, Role] = {
     "assembler": _assembler,
     "coordinator": _coordinator,
-    "worker": _worker,
+    "worker": worker,
     "trainer": _trainer,
     "gateway": _gateway,
 }
@@ -151,13 +159,19 @@ def run_role(role: str, kafka: Mapping[str, Any], topics: RunTopics, settings: R
     stop = threading.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: stop.set())
+    code, words = ended(role, lambda: ROLES[role](kafka, topics, settings, site, stop, name))
+    if words:
+        print(words, file=sys.stderr, flush=True)
+    return code
+
+
+def ended(role: str, body: Callable[[], None]) -> tuple[int, str]:
+    """Carry a role out: its exit code and its last words (none where it ended by itself)."""
     try:
-        ROLES[role](kafka, topics, settings, site, stop, name)
-        return 0
+        body()
+        return 0, ""
     except HeadraceError as error:
-        print(f"headrace {role}: {error}", file=sys.stderr, flush=True)
-        return FINAL if isinstance(error, _FINAL_ERRORS) else 1
+        return FINAL if isinstance(error, _FINAL_ERRORS) else 1, f"headrace {role}: {error}"
     except Exception as error:  # a fault of ours: its traceback goes to the log, its name comes last
         logging.getLogger(f"headrace.{role}").exception("this should not happen")
-        print(f"headrace {role}: unexpected {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return 1
+        return 1, f"headrace {role}: unexpected {type(error).__name__}: {error}"

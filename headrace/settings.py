@@ -40,6 +40,17 @@ class GatewaySite(Section):
     )
 
 
+class RaySite(Section):
+    """What `headrace run --ray` places on the cluster, and on which of its nodes."""
+
+    engine: str | None = Field(None, description="resource of which a worker takes 1 (none: a GPU, where `device` is "
+                                                 "one, else a resource called `engine`)")  # fmt: skip
+    sandbox: str = Field("sandbox", description="resource of which a sandbox host takes 1; give it to nodes without "
+                                                "GPUs")  # fmt: skip
+    sandbox_hosts: Positive = Field(1, description="sandbox hosts that all workers share, where tasks need sandboxes; "
+                                                   "each has `sandboxes` at once")  # fmt: skip
+
+
 class SiteSettings(Section):
     """What belongs to this place: never recorded, may differ at each start."""
 
@@ -69,7 +80,8 @@ class SiteSettings(Section):
                                                         "one there)")  # fmt: skip
     replica_key_file: str | None = Field(None, description="file with the key that they ask for (none: "
                                                            "HEADRACE_REPLICA_KEY, or no key)")  # fmt: skip
-    sandboxes: Positive = Field(8, description="sandboxes that one worker has at once, where its tasks need any")
+    sandboxes: Positive = Field(8, description="sandboxes that one worker has at once, where its tasks need "
+                                           "any; on Ray, one sandbox host")  # fmt: skip
     sandboxes_starting: Positive = Field(2, description="of them, being set up at the same time")
     docker: str | None = Field(None, description="address of the Docker daemon (none: DOCKER_HOST, or the usual "
                                                  "socket)")  # fmt: skip
@@ -83,6 +95,7 @@ class SiteSettings(Section):
                                        "gateways directly, beside the log (none: the log alone); in the clear, so keep "
                                        "it in a network of its own")  # fmt: skip
     gateway: GatewaySite = GatewaySite()
+    ray: RaySite = RaySite()
     stop_at: Positive | None = Field(None, description="the version at which to stop; a greater one goes on later")
     max_deaths: Positive = Field(5, description="a process that dies so often without a minute's life ends the run")
 

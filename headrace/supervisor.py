@@ -1,4 +1,5 @@
-"""All roles of a run on one machine: which are started, when one is started again, and when the run is over.
+"""All roles of a run: which are started, when one is started again, and when the run is over. They are processes of
+this machine, but for those that a placer puts elsewhere.
 
 A process that dies is started again with back-off; one that dies again and again, or ends with an error that a restart
 would repeat, ends the run with its own last words. A worker that has brought an attempt to its end since its start
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from headrace.consumers.run import BOOTSTRAP_VARIABLE
 from headrace.schemas.codec import decode
@@ -37,14 +38,39 @@ from .settings import SiteSettings, state_dir
 
 SETTLED_S = 60.0  # a process that lived so long is not one that dies again and again
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-DRAIN_S = {"worker": 60.0, "trainer": 120.0, "coordinator": 30.0, "assembler": 30.0}
+DRAIN_S = {"worker": 60.0, "sandboxes": 30.0, "trainer": 120.0, "coordinator": 30.0, "assembler": 30.0}
 QUIET_LINE_S = 15.0  # a line at least so often, also when no version comes
 LAST_WORDS = 20
 PULSE_LATE_S = 30.0  # beyond the bound on progress: it covers a start of the coordinator
 PROBE_S = 1.0  # how often the broker is asked whether it answers, while the coordinator is silent
 TURN_OVER_BYTES = 16 << 20
+LOST = 255  # as an exit code: of what was placed elsewhere, and is no more
 
 Say = Callable[[str], None]
+
+
+class Process(Protocol):
+    """What is asked of a child, wherever it runs: as `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | Any: ...
+    def poll(self) -> int | None: ...
+    def send_signal(self, sig: int) -> None: ...
+    def kill(self) -> None: ...
+    def wait(self) -> int: ...
+
+
+class Placer(Protocol):
+    """Where some roles are placed instead of on this machine."""
+
+    @property
+    def roles(self) -> Mapping[str, int]:
+        """How many of each."""
+
+    def start(self, role: str, name: str, log: Path) -> Process:
+        """One more of that role. What there is to say of it goes into `log`."""
 
 
 class RoleFailed(HeadraceError):
@@ -57,7 +83,7 @@ class _Child:
     role: str
     log: Path
     share: str | None = None  # of the partitions, where there are several assemblers
-    process: subprocess.Popen[bytes] | None = None
+    process: Process | None = None
     started: float = 0.0
     deaths: int = 0
     restart_at: float = 0.0
@@ -112,6 +138,7 @@ class Supervisor:
     say: Say
     stop_at: int | None = None  # over the file's
     no_progress_s: float = 600.0
+    placer: Placer | None = None
     children: list[_Child] = field(default_factory=list)
     interrupts: int = 0
 
@@ -132,7 +159,9 @@ class Supervisor:
 
     def _run(self) -> None:
         assemblers = self.site.assemblers
-        roles = [*["assembler"] * assemblers, "coordinator", *["worker"] * self.site.workers, "trainer"]
+        placed = {"worker": self.site.workers} if self.placer is None else self.placer.roles
+        roles = [*["assembler"] * assemblers, "coordinator", *(role for role, n in placed.items() for _ in range(n)),
+                 "trainer"]  # fmt: skip
         count: collections.Counter[str] = collections.Counter()
         logs = state_dir(self.site, self.topics.run) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
@@ -196,6 +225,10 @@ class Supervisor:
     def _start(self, child: _Child) -> None:
         if child.log.exists() and child.log.stat().st_size > TURN_OVER_BYTES:
             child.log.replace(child.log.with_suffix(".log.1"))
+        child.started = time.monotonic()
+        if self.placer is not None and child.role in self.placer.roles:
+            child.process = self.placer.start(child.role, _worker_name(child), child.log)
+            return
         with open(child.log, "ab") as log:
             child.process = subprocess.Popen(
                 [sys.executable, "-m", "headrace", "start", child.role, self.topics.run, "--config",
@@ -205,7 +238,6 @@ class Supervisor:
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 env={**os.environ, BOOTSTRAP_VARIABLE: str(self.kafka["bootstrap.servers"])},
             )  # fmt: skip
-        child.started = time.monotonic()
 
     def _feel(self, pulse: _Pulse, progress: Progress, reader: Reader) -> None:
         """Raises NoProgress where the coordinator gives no sign of life although the broker answers: then nobody else
@@ -252,7 +284,7 @@ class Supervisor:
         anew = now - child.started > SETTLED_S or (child.role == "worker" and progress.has_finished(worker))
         child.deaths = 1 if anew else child.deaths + 1
         child.ran = running if anew or child.ran is None else child.ran & running
-        how = f"by signal {-code}" if code < 0 else f"with code {code}"
+        how = "with its node or actor" if code == LOST else f"by signal {-code}" if code < 0 else f"with code {code}"
         if child.deaths >= self.site.max_deaths:
             ran = f"Each time it ran {', '.join(sorted(child.ran)[:5])}.\n" if child.ran else ""
             raise RoleFailed(f"{child.name} died {child.deaths} times in a row, at last {how}:\n{child.last_words()}\n"

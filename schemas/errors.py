@@ -88,6 +88,10 @@ class BrokerUnreachable(LogError):
     """No broker answers at the address."""
 
 
+class ClusterError(HeadraceError):
+    """The Ray cluster doesn't answer, or has no node for what is to run there; the message says what to start."""
+
+
 class Fenced(LogError):
     """Another process took this role over; come back only with a fresh client."""
 
@@ -208,4 +212,13 @@ class SandboxLost(HeadraceError):
 
     def __init__(self, message: str, limits: Collection[str] = (), *, from_within: bool = False, daemon: bool = False):
         self.limits, self.from_within, self.daemon = frozenset(limits), from_within, daemon
+        super().__init__(message)
+
+
+class FailedElsewhere(HeadraceError):
+    """An attempt failed on the host that its environment runs on. `reason`: as `outcomes.REASONS` has it; it was given
+    where the failure happened."""
+
+    def __init__(self, message: str, reason: str):
+        self.reason = reason
         super().__init__(message)

@@ -14,6 +14,7 @@ from .errors import (
     DaemonLost,
     DeliveryFailed,
     EnvironmentFailed,
+    FailedElsewhere,
     RecordTooLarge,
     ReplicaLost,
     SandboxFailed,
@@ -233,7 +234,9 @@ _BY_ERROR: dict[type[BaseException], str] = {
 def of_error(error: BaseException) -> Ending:
     """Whose fault an error is. One that nobody foresaw is ours. A limit that was met makes it the model's, whatever
     else happened: otherwise using it up would be a way out."""
-    if isinstance(error, SandboxLost):
+    if isinstance(error, FailedElsewhere):
+        reason = error.reason
+    elif isinstance(error, SandboxLost):
         met = next((reason for limit, reason in _BY_LIMIT.items() if limit in error.limits), None)
         reason = met or (REASON_DAEMON_LOST if error.daemon else
                          REASON_SANDBOX_ENDED if error.from_within else REASON_SANDBOX_LOST)  # fmt: skip
