@@ -79,6 +79,7 @@ def worker(kafka: Mapping[str, Any], topics: RunTopics, settings: RunSettings, s
 
 
 def sandbox_choice(site: SiteSettings, elsewhere: Callable[[], ToolEnvironment] | None = None) -> SandboxChoice:
+    """As the site says; `elsewhere` opens an environment whose sandboxes another host holds."""
     from headrace.producers.tooling import SandboxChoice
 
     return SandboxChoice(site.sandboxes, site.sandboxes_starting, site.docker, elsewhere)

@@ -25,6 +25,7 @@ class SandboxChoice:
 
 
 def needs_sandboxes(tasks: TaskSettings) -> bool:
+    """Whether attempts at such tasks run in sandboxes."""
     return tasks.source == "terminal"
 
 

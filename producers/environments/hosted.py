@@ -138,14 +138,17 @@ def _failed(error: BaseException) -> str:
 
 
 def judged_of(found: dict[str, Any]) -> Judged:
+    """From its JSON."""
     ending, verdict = found["ending"], found["verdict"]
     return Judged(Ending(Outcome(ending["outcome"]), ending["reason"], Boundary(ending["boundary"])),
                   None if verdict is None else Verdict(**verdict), found["error"], found["facts"])  # fmt: skip
 
 
 def opening_of(found: dict[str, Any]) -> Opening:
+    """From its JSON."""
     return Opening(**found)
 
 
 def result_of(found: dict[str, Any]) -> ToolResult:
+    """From its JSON."""
     return ToolResult(**found)
