@@ -31,6 +31,9 @@ FRAMING_BYTES = 10_000  # key, headers and what the protocol adds to a record's 
 PASSING = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._RESOLVE, KafkaError._TIMED_OUT,
            KafkaError._DESTROY_BROKER, KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE,
            KafkaError.OFFSET_NOT_AVAILABLE}  # fmt: skip
+# What a broker says of a new topic that it hasn't heard of, and a client that asked such a broker last.
+UNHEARD = {KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC, KafkaError.UNKNOWN_TOPIC_OR_PART}
+HEARD_S = 5.0
 
 _EVERY_CLIENT: KafkaConfig = {
     "client.id": "headrace",
@@ -39,7 +42,7 @@ _EVERY_CLIENT: KafkaConfig = {
     # The default of 100 makes back-to-back transactions wait 90 ms each for the markers of the one before.
     "retry.backoff.ms": 10,
     # A topic is there before anyone writes to it: an unknown one is a mistake, and 30 s is long to wait for that.
-    "topic.metadata.propagation.max.ms": 5000,
+    "topic.metadata.propagation.max.ms": int(1e3 * HEARD_S),
 }
 
 _PRODUCER: KafkaConfig = {
@@ -163,14 +166,17 @@ def partitions(client: Consumer | Producer | AdminClient, topic: str, timeout_s:
     return sorted(found.partitions)
 
 
-def insist(call: Callable[[float], T], timeout_s: float, what: str) -> T:
-    """Ask (with the seconds that are left) until there is an answer, or an error that won't pass. Raises LogError."""
-    deadline = time.monotonic() + timeout_s
+def insist(call: Callable[[float], T], timeout_s: float, what: str, *, of_seen: bool = False) -> T:
+    """Ask (with the seconds that are left) until there is an answer, or an error that won't pass. `of_seen`: about a
+    partition that was seen just now, so that one who doesn't know it will soon. Raises LogError."""
+    began = time.monotonic()
     while True:
         try:
-            return call(max(1.0, deadline - time.monotonic()))
+            return call(max(1.0, began + timeout_s - time.monotonic()))
         except KafkaException as error:
-            if error.args[0].code() not in PASSING or time.monotonic() > deadline:
+            code, for_s = error.args[0].code(), time.monotonic() - began
+            passes = code in PASSING or of_seen and code in UNHEARD and for_s < HEARD_S
+            if not passes or for_s > timeout_s:
                 raise LogError(f"{what}: {reason(error)}") from error
             time.sleep(0.05)
 

@@ -147,7 +147,7 @@ class Reader:
         self._check(topic, partition, timeout_s)
         place = TopicPartition(topic, partition)
         low, high = insist(lambda left_s: self._consumer.get_watermark_offsets(place, timeout=left_s), timeout_s,
-                           f"{topic}[{partition}]: its offsets are not to be had")  # fmt: skip
+                           f"{topic}[{partition}]: its offsets are not to be had", of_seen=True)  # fmt: skip
         return int(low), int(high)
 
     def offset_at(self, topic: str, partition: int, timestamp_ms: int, timeout_s: float = 30.0) -> int:
@@ -155,7 +155,7 @@ class Reader:
         self._check(topic, partition, timeout_s)
         asked = [TopicPartition(topic, partition, timestamp_ms)]
         found = insist(lambda left_s: self._consumer.offsets_for_times(asked, timeout=left_s)[0], timeout_s,
-                       f"{topic}[{partition}]: its offsets are not to be had")  # fmt: skip
+                       f"{topic}[{partition}]: its offsets are not to be had", of_seen=True)  # fmt: skip
         return int(found.offset) if found.offset >= 0 else self.bounds(topic, partition, timeout_s)[1]
 
     def close(self) -> None:
