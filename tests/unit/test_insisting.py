@@ -15,8 +15,8 @@ from headrace.streams.log import clients
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(clients.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(clients.time, "sleep", lambda s: now.__setitem__(0, now[0] + s))
+    monkeypatch.setattr("headrace.streams.log.clients.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("headrace.streams.log.clients.time.sleep", lambda s: now.__setitem__(0, now[0] + s))
     return now
 
 
