@@ -68,6 +68,15 @@ class _Retry(_Abort):
     """The same call may be made again, where that makes sense."""
 
 
+def _from_kafka(raised: KafkaException | SystemError) -> KafkaException:
+    """With a delivery callback set, the client dresses a fatal error up as a SystemError."""
+    if isinstance(raised, KafkaException):
+        return raised
+    if isinstance(raised.__cause__, KafkaException):
+        return raised.__cause__
+    raise raised
+
+
 class Transactor:
     """The owner of one transactional id. Not for several threads."""
 
@@ -197,10 +206,12 @@ class Transactor:
         try:
             return call()
         except (KafkaException, SystemError) as raised:
-            # With a delivery callback set, the client dresses a fatal error up as a SystemError.
-            cause = raised if isinstance(raised, KafkaException) else raised.__cause__
-            if not isinstance(cause, KafkaException):
-                raise
+            cause = _from_kafka(raised)
+            if cause.args[0].code() == KafkaError._FATAL:  # something was, says `produce`; the other calls say what
+                try:
+                    self._producer.begin_transaction()
+                except (KafkaException, SystemError) as known:
+                    cause = _from_kafka(known)
             error: KafkaError = cause.args[0]
             self._judge(error, f"transactional id {self.transactional_id}", cause)
             if error.txn_requires_abort():

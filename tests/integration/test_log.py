@@ -298,6 +298,24 @@ def test_a_new_owner_fences_the_old_one_whose_open_transaction_never_shows(
     assert values(kafka, topic) == [0, 1, 2, 3]
 
 
+def test_an_owner_that_learns_of_its_fencing_between_two_records_says_so(
+    kafka: KafkaConfig, topic: str, run_name: str, transactor: Transactor
+) -> None:
+    def build(send: Send) -> None:
+        send(outputs(topic, range(900, 903)))
+        other = Transactor(kafka, f"test.{run_name}")
+        other.send(outputs(topic, range(2)))
+        with pytest.raises(KafkaException, match="_FATAL"):  # what `produce` says, as soon as the client knows more
+            for _ in range(600):
+                transactor._producer.produce(topic, value=b"", partition=0)
+                time.sleep(0.05)
+        send(outputs(topic, range(903, 906)))
+
+    with pytest.raises(Fenced, match="another process owns the transactional id"):
+        transactor.commit(build)
+    assert not transactor.alive and values(kafka, topic) == [0, 1]
+
+
 WRITER = """
 import json, sys, time
 from headrace.streams.log.transactions import Output, Transactor
