@@ -245,21 +245,27 @@ class DockerSandbox(ShellSandbox):
     def alive(self) -> bool:
         return not self._killed and not self._given_up and not self._frames.closed
 
-    def snapshot(self, timeout_s: float) -> str:
-        with self._lock:
-            if not self.alive:
-                raise self._lost()
-            labels = self._backend.labels(uuid.uuid4().hex[:12])
-            api, base = self._backend.connection(timeout_s), f"{REPOSITORY}:{labels[LABEL]}"
-            try:
-                with self._backend.asking(f"a snapshot of {self.id}"):
-                    api.commit(self.container, REPOSITORY, labels[LABEL], conf={"Labels": labels})
-            except DaemonLost:
-                self._backend.give_up(base)
-                raise
-            finally:
-                api.close()
-            return base
+    def _over(self) -> bool:
+        try:
+            with self._backend.asking(f"the state of {self.id}"):
+                return not self._backend.api.inspect_container(self.container)["State"]["Running"]
+        except DaemonLost:
+            raise
+        except SandboxFailed:  # it was removed when it ended
+            return True
+
+    def _snapshot(self, timeout_s: float) -> str:
+        labels = self._backend.labels(uuid.uuid4().hex[:12])
+        api, base = self._backend.connection(timeout_s), f"{REPOSITORY}:{labels[LABEL]}"
+        try:
+            with self._backend.asking(f"a snapshot of {self.id}"):
+                api.commit(self.container, REPOSITORY, labels[LABEL], conf={"Labels": labels})
+        except DaemonLost:
+            self._backend.give_up(base)
+            raise
+        finally:
+            api.close()
+        return base
 
     def kill(self) -> None:
         self._killed = True

@@ -158,21 +158,24 @@ class ProcessSandbox(ShellSandbox):
         """What it has written, through the mount namespace of the process that keeps it."""
         return Path(f"/proc/{self._process.pid}/root", *self._backend._mount_point.absolute().parts[1:], "upper")
 
-    def snapshot(self, timeout_s: float) -> str:
-        with self._lock:
-            first = self._first
-            if not self.alive or first is None:
-                raise self._lost()
-            try:
-                pids = list(below(first)[1])
-                send(pids, signal.SIGSTOP)
-                try:
-                    return self._backend._layers.add(self._backend._owner.label(uuid.uuid4().hex[:12]), self._upper,
-                                                     self.spec.base, timeout_s)  # fmt: skip
-                finally:
-                    send(pids, signal.SIGCONT)
-            except CannotEnd:
-                raise self._lost() from None
+    def _over(self) -> bool:
+        return self._process.poll() is not None
+
+    def _snapshot(self, timeout_s: float) -> str:
+        first = self._first
+        if first is None:
+            raise SandboxFailed(f"{self.id}: it has no process any more")
+        try:
+            pids = list(below(first)[1])
+            send(pids, signal.SIGSTOP)
+        except CannotEnd as error:
+            raise SandboxFailed(f"{self.id}: {error}") from error
+        try:
+            return self._backend._layers.add(self._backend._owner.label(uuid.uuid4().hex[:12]), self._upper,
+                                             self.spec.base, timeout_s)  # fmt: skip
+        finally:
+            with contextlib.suppress(CannotEnd):
+                send(pids, signal.SIGCONT)
 
     def kill(self) -> None:
         self._killed = True

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 
-from headrace.schemas.errors import SandboxLost
+from headrace.schemas.errors import DaemonLost, SandboxFailed, SandboxLost
 from headrace.schemas.outcomes import Limit
 
 from . import SandboxSpec, StepResult, ticks_now
@@ -19,10 +19,12 @@ from .shell import SETTLE_S, Channel, Ended, Kept, Shell, Silent
 from .trees import CannotEnd, kill_since
 
 FILE_TOO_LARGE = 128 + signal.SIGXFSZ
+ENDS_S = 3.0  # for a sandbox whose first process was killed to be gone
 
 
 class ShellSandbox(abc.ABC):
-    """Implements `Sandbox.step`; its lock is held while a step, a snapshot or the closing of its channel is at work."""
+    """Implements `Sandbox.step` and `snapshot`; its lock is held while one of them is at work, or the closing of its
+    channel."""
 
     def __init__(self, name: str, spec: SandboxSpec, channel: Channel, group: Group | None) -> None:
         self.id, self.spec = name, spec
@@ -37,6 +39,18 @@ class ShellSandbox(abc.ABC):
     @abc.abstractmethod
     def _first(self) -> int | None:
         """The first process of its namespace, by this machine's number; None where that can't be told."""
+
+    @property
+    @abc.abstractmethod
+    def alive(self) -> bool:
+        """As far as is known here."""
+
+    @abc.abstractmethod
+    def _over(self) -> bool:
+        """Whether it has ended; whoever knows is asked. Raises DaemonLost."""
+
+    @abc.abstractmethod
+    def _snapshot(self, timeout_s: float) -> str: ...
 
     @abc.abstractmethod
     def _disk_full(self) -> bool: ...
@@ -90,6 +104,24 @@ class ShellSandbox(abc.ABC):
                 limits |= {Limit.DISK}
             return StepResult(kept.output, kept.dropped, ended.code if ended else None, ended is None or ended.died,
                               time.monotonic() - began, limits)  # fmt: skip
+
+    def snapshot(self, timeout_s: float) -> str:
+        with self._lock:
+            if not self.alive:
+                raise self._lost()
+            try:
+                return self._snapshot(timeout_s)
+            except DaemonLost:
+                raise
+            except SandboxFailed as error:
+                # None can be made of one that is about to end, and then it is why it ends that counts: else a model
+                # could make its failure look like ours.
+                deadline = time.monotonic() + ENDS_S
+                while not self._over():
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.05)
+                raise self._lost() from error
 
     def _kill_step(self, born: int) -> None:
         first = self._first

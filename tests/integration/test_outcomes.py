@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -57,10 +58,20 @@ class Hostile:
 
     def run(self, world: World) -> Ending:
         budget_s, step_s = (1.2, 0.6) if self.quick else (90.0, 30.0)
-        with Attempt(world.pool, budget_s=budget_s, step_s=step_s) as attempt:
+        with begun(world, budget_s, step_s) as attempt:
             for command in self.steps:
                 attempt.step(command.replace("{secret}", str(world.secret)).replace("{port}", str(world.port)))
             return attempt.score(self.scorer)
+
+
+def begun(world: World, budget_s: float, step_s: float) -> Attempt:
+    """One that has a sandbox: on a machine that is busy with other tests a start may fail, before any model acts."""
+    for _ in range(3):
+        attempt = Attempt(world.pool, budget_s=budget_s, step_s=step_s)
+        if attempt.ending is None:
+            break
+        warnings.warn(f"a sandbox didn't start: {attempt.error}", stacklevel=1)
+    return attempt
 
 
 Endings = Callable[["Hostile | Ours"], Ending]
@@ -70,7 +81,8 @@ HOSTILE = [
     Hostile("is wrong", ("echo 41 > /home/agent/answer",)),
     Hostile("exits its shell", ("exit 0",)),
     Hostile("kills its shell", ("kill -9 $$", "kill -9 $BASHPID")),
-    Hostile("kills the runner", ("kill -9 $PPID", "echo"), ("sandbox_ended",)),
+    # What the runner held ends a moment later: soon enough, mostly, for nothing to be judged any more.
+    Hostile("kills the runner", ("kill -9 $PPID", "echo"), ("stop", "sandbox_ended")),
     Hostile("kills everything", ("kill -9 -1; sleep 1", "echo"), ("sandbox_ended",)),
     Hostile("stops the runner", ("kill -STOP $PPID; exit",) * 2, ("step_timeout", "sandbox_ended"), quick=True),
     Hostile("kills the first process", ("kill -9 1; kill -SEGV 1",), ("stop", "sandbox_ended")),

@@ -19,6 +19,7 @@ from headrace.producers.sandboxes import Backend, Owner, Sandbox, SandboxSpec
 from headrace.producers.sandboxes.pool import Pool
 from headrace.producers.sandboxes.process import ProcessBackend
 from headrace.producers.sandboxes.sizing import Size
+from headrace.producers.sandboxes.stepping import ShellSandbox
 from headrace.schemas.errors import SandboxFailed, SandboxLost
 from headrace.schemas.outcomes import Limit
 from tests.sandboxes import KINDS, START_S, STEP_S, backend_of, kill_from_outside, labelled, needs, running, within
@@ -257,6 +258,35 @@ def test_model_that_kills_everything_loses_its_sandbox_by_its_own_doing(sandbox:
     assert not sandbox.alive and lost.value.from_within
 
 
+def test_snapshot_of_a_sandbox_that_the_model_is_ending_is_lost_by_its_own_doing(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(sandbox, ShellSandbox)
+    take = sandbox._snapshot
+
+    def late(timeout_s: float) -> str:
+        assert within(30, sandbox._over)
+        return take(timeout_s)
+
+    monkeypatch.setattr(sandbox, "_snapshot", late)
+    sandbox.step("R=$PPID; (sleep 1; kill -9 $R) > /dev/null 2>&1 &", STEP_S)
+    with pytest.raises(SandboxLost) as error:
+        sandbox.snapshot(STEP_S)
+    assert error.value.from_within
+
+
+def test_snapshot_that_cannot_be_made_of_a_living_sandbox_is_ours(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(timeout_s: float) -> str:
+        raise SandboxFailed("no room")
+
+    monkeypatch.setattr(sandbox, "_snapshot", refused)
+    with pytest.raises(SandboxFailed, match="no room"):
+        sandbox.snapshot(STEP_S)
+    assert said(sandbox, "echo still here") == "still here\n"
+
+
 def test_sandbox_that_is_killed_from_outside_is_not_the_model_s_doing(backend: Backend) -> None:
     one = backend.start(SandboxSpec(), START_S)
     try:
@@ -288,6 +318,7 @@ OWNER = """
 import sys, time
 from headrace.producers.sandboxes.pool import Pool
 from headrace.producers.sandboxes.sizing import Size
+from headrace.producers.sandboxes.stepping import ShellSandbox
 from tests.sandboxes import KINDS
 backend = KINDS[sys.argv[1]]()
 pool = Pool(backend, Size(4, 4, least=2, most=2))

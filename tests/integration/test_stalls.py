@@ -199,9 +199,9 @@ def test_workers_that_cannot_start_end_the_run_with_the_reason(
         running.kill_all()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("victim", [pytest.param("coordinator", marks=pytest.mark.soak), "trainer"])
+@pytest.mark.parametrize("victim", ["coordinator", "trainer"])
 def test_role_that_hangs_is_named_and_the_run_ends(
     victim: str, tmp_path: Path, kafka: dict[str, Any], run_name: str
 ) -> None:
