@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from headrace.producers.environments.gym import at_level, levels
 from headrace.schemas.errors import SettingsError, TasksExhausted
 from headrace.schemas.events import SettingsChanged
 from headrace.schemas.settings import TaskSettings, changed
@@ -67,12 +66,14 @@ class Change:
 
 def _check_tasks(tasks: TaskSettings) -> None:
     """What the coordinator and the environments could make nothing of is refused here, before it ends the run."""
+    from headrace.producers.environments.gym import at_level, levels
+
     try:
         task_source(tasks)
         if tasks.level is not None:
             assert tasks.dataset is not None
-            count = (at_level(tasks.dataset, tasks.config, tasks.level), levels(tasks.dataset))[1]
-            if tasks.level >= count:
+            at_level(tasks.dataset, tasks.config, tasks.level)  # it has a curriculum that goes with the configuration
+            if tasks.level >= (count := levels(tasks.dataset)):
                 raise SettingsError(f"tasks.level = {tasks.level}: the curriculum of {tasks.dataset!r} has levels 0 to "
                                     f"{count - 1}")  # fmt: skip
     except (TasksExhausted, ValueError, TypeError, AssertionError) as error:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.consumers.recording import Part, Recording
-from headrace.producers.reproduction import Again
 from headrace.schemas.calls import RecordedCall
 from headrace.schemas.columns import Int32
 from headrace.schemas.outcomes import Source
+
+if TYPE_CHECKING:
+    from headrace.producers.reproduction import Again
 
 LINES = 20  # of a text: the first and the last half are shown
 
