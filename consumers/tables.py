@@ -76,10 +76,9 @@ def fates(facts: Facts) -> dict[str, tuple[str, int | None, int | None]]:
 def episodes(facts: Facts) -> list[Row]:
     """The last attempt of each slot of closed groups, and each ended attempt of open ones. `suspicious`: the signs that
     its reward was not earned, with what shows them, by all that the run has seen since."""
-    rows, answers = [], Answers()
+    rows = []
     closed = {fact.event.group: fact.event for fact in facts if isinstance(fact.event, GroupClosed)}
-    for closure in closed.values():
-        answers.see(closure.task, closure.slots)
+    answers = Answers.of(closed.values())
     for closure in closed.values():
         for fate in closure.slots:
             row = _episode(closure.group, fate, closure.closure, fate.counted, _span(fate))

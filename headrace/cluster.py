@@ -88,7 +88,7 @@ class RoleActor:
             run_host(open_environment(settings, roles.sandbox_choice(self._site)), self._stop, self._serve)
         else:
             roles.worker(self._kafka, self._topics, settings, self._site, self._stop, self._name,
-                                  elsewhere=lambda: Elsewhere(find_hosts, self._site.workers))  # fmt: skip
+                         elsewhere=lambda: Elsewhere(find_hosts, self._site.workers))  # fmt: skip
 
     def _serve(self, host: SandboxHost) -> None:
         self._host = host

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 from headrace.consumers.recording import Recording, recording
 from headrace.consumers.run import Run
 from headrace.producers.reproduction import Again, repeat
-from headrace.schemas.errors import DaemonLost, EnvironmentFailed, SandboxFailed, SettingsError
+from headrace.schemas.errors import EnvironmentFailed, SandboxFailed, SettingsError
 from headrace.schemas.events import Task
 from headrace.schemas.outcomes import REASON_BUDGET_SPENT, Outcome
 from headrace.schemas.topics import TRAJECTORIES
 
 if TYPE_CHECKING:
     from headrace.producers.environments import Judged, ToolEnvironment
-    from headrace.producers.sandboxes import Backend
 
 JUDGED_ALONE = ("reasoning_gym", "jsonl")  # sources whose environments only ask and judge
 
@@ -123,14 +122,19 @@ def _ended(found: Recording, how: str, calls: int, first: Again | None, judged: 
 
 def environment_of(found: Recording, docker: str | None = None) -> tuple[ToolEnvironment, str]:
     """An environment for one attempt of its task, and the kind of its sandbox. Raises SettingsError where this package
-    has none for such tasks."""
+    has none for such tasks, SandboxFailed where that kind can't be had here."""
     if found.task.source != "terminal":
         raise SettingsError(f"episode {found.group}/{found.slot}: its task is of the source {found.task.source!r}, for "
                             "which there is no environment here: whoever ran it can repeat it")  # fmt: skip
     from headrace.producers.environments.terminal import Terminal
+    from headrace.producers.tooling import open_backend
 
     kind = str(found.sandbox.get("kind") or _data(found.task).get("sandbox"))
-    return Terminal(_backend(kind, docker), 2, 1), kind  # one for the calls, one for the score
+    try:
+        backend = open_backend(kind, docker)
+    except SandboxFailed as error:
+        raise SandboxFailed(f"the episode ran in a sandbox of kind {kind}, and there is none here: {error}") from error
+    return Terminal(backend, 2, 1), kind  # one for the calls, one for the score
 
 
 def _data(task: Task) -> dict[str, Any]:
@@ -139,17 +143,3 @@ def _data(task: Task) -> dict[str, Any]:
     except ValueError as error:
         raise EnvironmentFailed(f"task {task.id}: its data is no JSON ({error})") from error
     return found if isinstance(found, dict) else {}
-
-
-def _backend(kind: str, docker: str | None) -> Backend:
-    from headrace.producers.sandboxes.docker import DockerBackend
-    from headrace.producers.sandboxes.process import ProcessBackend
-
-    kinds: dict[str, Callable[[], Backend]] = {"docker": lambda: DockerBackend(docker), "process": ProcessBackend}
-    if kind not in kinds:
-        raise SandboxFailed(f"the episode ran in a sandbox of kind {kind!r}, which this version of Headrace doesn't "
-                            "have")  # fmt: skip
-    try:
-        return kinds[kind]()
-    except (SandboxFailed, DaemonLost) as error:
-        raise SandboxFailed(f"the episode ran in a sandbox of kind {kind}, and there is none here: {error}") from error

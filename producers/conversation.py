@@ -20,6 +20,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from headrace.schemas.outcomes import Source
+
 from .toolcalls import Answer, calls_of, parsed, plain
 
 Message = Mapping[str, Any]  # role, content (text), and perhaps tool_calls (arguments as values), tool_call_id, name
@@ -70,6 +72,16 @@ class Prompt:
     with_answer: bool
     new_messages: int
     branch: str | None
+
+    @property
+    def new(self) -> tuple[int, ...]:
+        """The ids that no turn before holds."""
+        return self.ids[self.known :]
+
+    @property
+    def source(self) -> Source:
+        """Of the new ids: the task's prompt at the root, and after a turn what its environment said."""
+        return Source.PROMPT if self.after is None else Source.ENVIRONMENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.schemas.outcomes import Source
-
 from .conversation import Chat, ChatTemplate, Conversation, Message, Prompt
 from .environments import Opening, ToolResult
 from .places import Places
@@ -37,15 +35,6 @@ class Dialogue:
 
     def _ask(self) -> None:
         self.prompt: Prompt = self._conversation.prompt(Chat(tuple(self._messages), self._tools))
-
-    @property
-    def new(self) -> tuple[int, ...]:
-        """Of the prompt, the ids that no turn before holds."""
-        return self.prompt.ids[self.prompt.known :]
-
-    @property
-    def source(self) -> Source:
-        return Source.PROMPT if self.prompt.after is None else Source.ENVIRONMENT
 
     def detail(self) -> str:
         """What is recorded beside the new ids, as JSON."""

@@ -92,9 +92,10 @@ class Job:
         decode_s = now - self.first_token
         pace.see(len(self.tokens), decode_s)
         model_s = self.budget.model(len(self.tokens), decode_s, pace.token_s)
-        turn = {Step.QUEUE: self.submitted - self.received, Step.PREFILL: self.first_token - self.submitted,
-                Step.DECODE: decode_s, MODEL_TIME: model_s}  # fmt: skip
-        return self.took({step: seconds for step, seconds in turn.items()})
+        turn: dict[str, float] = {
+            Step.QUEUE: self.submitted - self.received, Step.PREFILL: self.first_token - self.submitted,
+            Step.DECODE: decode_s, MODEL_TIME: model_s}  # fmt: skip
+        return self.took(turn)
 
     def took(self, seconds: Mapping[str, float]) -> dict[str, float]:
         """What it spent, by step; in ms, and added to the episode's."""

@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from headrace.schemas.errors import SandboxFailed
 from headrace.schemas.settings import RunSettings, TaskSettings
 
 from .environments import ToolEnvironment
+from .sandboxes import Backend
 from .toolloop import ToolLoop
 
 
@@ -44,10 +46,16 @@ def open_tools(settings: RunSettings, choice: SandboxChoice) -> ToolLoop | None:
 def open_environment(settings: RunSettings, choice: SandboxChoice) -> ToolEnvironment:
     """With sandboxes of this machine, for tasks that need any. Raises SandboxFailed, DaemonLost."""
     from .environments.terminal import Terminal
-    from .sandboxes import Backend
+
+    return Terminal(open_backend(settings.tasks.sandbox, choice.docker), choice.room, choice.starting)
+
+
+def open_backend(kind: str, docker: str | None) -> Backend:
+    """Sandboxes of one kind on this machine. Raises SandboxFailed, also for a kind that isn't known, DaemonLost."""
     from .sandboxes.docker import DockerBackend
     from .sandboxes.process import ProcessBackend
 
-    process = settings.tasks.sandbox == "process"
-    backend: Backend = ProcessBackend() if process else DockerBackend(choice.docker)
-    return Terminal(backend, choice.room, choice.starting)
+    kinds: dict[str, Callable[[], Backend]] = {"docker": lambda: DockerBackend(docker), "process": ProcessBackend}
+    if kind not in kinds:
+        raise SandboxFailed(f"this version of Headrace knows sandboxes of the kinds {', '.join(kinds)}")
+    return kinds[kind]()

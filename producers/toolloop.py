@@ -117,10 +117,10 @@ class ToolLoop:
         """What is new before the next turn."""
         dialogue, writer = job.dialogue, job.writer
         assert dialogue is not None
-        if dialogue.places.any and dialogue.source is not Source.ENVIRONMENT:
+        prompt, places = dialogue.prompt, dialogue.places
+        if places.any and prompt.source is not Source.ENVIRONMENT:
             writer.next_turn()
-        parent = dialogue.places.parent(dialogue.prompt)
-        self._context(job, dialogue.new, dialogue.source, dialogue.detail(), parent)
+        self._context(job, prompt.new, prompt.source, dialogue.detail(), places.parent(prompt))
         dialogue.written()
         job.prompt_end = writer.cut()
 

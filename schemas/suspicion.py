@@ -20,7 +20,7 @@ from xxhash import xxh3_64
 
 from .calls import RecordedCall, calls_of, parsed_detail
 from .columns import halves
-from .events import SlotFate, Span, Suspicion
+from .events import GroupClosed, SlotFate, Span, Suspicion
 from .outcomes import Outcome, Source
 from .waiting import MODEL_TIME, Step
 
@@ -221,6 +221,14 @@ class Answers:
 
     def __init__(self) -> None:
         self._tasks: dict[bytes, tuple[str, ...]] = {}
+
+    @classmethod
+    def of(cls, closures: Iterable[GroupClosed]) -> Answers:
+        """What these closed groups show."""
+        found = cls()
+        for closure in closures:
+            found.see(closure.task, closure.slots)
+        return found
 
     def see(self, task: str, fates: Iterable[SlotFate]) -> None:
         """A closed group of `task`."""

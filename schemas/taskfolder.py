@@ -15,6 +15,7 @@ import hashlib
 import re
 import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -171,6 +172,12 @@ def missing(files: Mapping[str, bytes]) -> str | None:
     """What a folder with these files (by path within it) lacks of a task; None: nothing."""
     needed = [SPEC, INSTRUCTION, TEST]
     return next((name for name in needed if name not in files), None)
+
+
+def read_folder(folder: Path) -> dict[str, bytes]:
+    """What an episode of a task folder depends on, by path within it. Raises OSError."""
+    return {name: file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()
+            and (name := file.relative_to(folder).as_posix()).startswith(PARTS)}  # fmt: skip
 
 
 def digest_of(files: Mapping[str, bytes]) -> str:

@@ -18,7 +18,7 @@ from headrace.schemas.errors import InvalidTask, TasksExhausted
 from headrace.schemas.events import Task
 from headrace.schemas.settings import TaskSettings
 from headrace.schemas.suspicion import GUARDED
-from headrace.schemas.taskfolder import PARTS, SPEC, digest_of, missing, parse_task, unknown
+from headrace.schemas.taskfolder import SPEC, digest_of, missing, parse_task, read_folder, unknown
 
 log = logging.getLogger("headrace.tasks")
 
@@ -147,12 +147,6 @@ def _folders(path: Path, settings: TaskSettings) -> dict[str, dict[str, Any]]:
         if task.metadata.guarded:
             tasks[folder.name][GUARDED] = task.metadata.guarded
     return tasks
-
-
-def read_folder(folder: Path) -> dict[str, bytes]:
-    """What an episode of a task folder depends on, by path within it. Raises OSError."""
-    return {name: file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()
-            and (name := file.relative_to(folder).as_posix()).startswith(PARTS)}  # fmt: skip
 
 
 def _item(path: Path, number: int, line: str) -> dict[str, Any]:

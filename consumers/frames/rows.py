@@ -97,12 +97,9 @@ def episodes(source: LogSource) -> Iterator[Row]:
 
 def _answers(source: LogSource) -> Answers:
     """What passed in which tasks, in all of the run."""
-    answers = Answers()
-    for partition in range(source.partitions(GROUPS)):
-        for fact in read_facts(source, GROUPS, partition, Failures()):
-            if isinstance(fact.event, GroupClosed):
-                answers.see(fact.event.task, fact.event.slots)
-    return answers
+    return Answers.of(fact.event for partition in range(source.partitions(GROUPS))
+                      for fact in read_facts(source, GROUPS, partition, Failures())
+                      if isinstance(fact.event, GroupClosed))  # fmt: skip
 
 
 def _episode(told: Told, attempt: Attempt, closed: Fact[GroupClosed] | None, fate: SlotFate | None,

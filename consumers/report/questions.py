@@ -249,11 +249,10 @@ def reliability(facts: Sequence[Fact[Any]]) -> Reliability:
     failures: Counter[str] = Counter()
     boundaries: Counter[str] = Counter()
     signs: Counter[str] = Counter()
-    found, answers = task_set(facts), Answers()
+    found = task_set(facts)
     closed = [event for fact in facts if isinstance(event := fact.event, GroupClosed)
               and event.purpose == Purpose.TRAIN]  # fmt: skip
-    for group in closed:
-        answers.see(group.task, group.slots)
+    answers = Answers.of(closed)
     successes = excluded = 0
     for slot in (slot for group in closed for slot in group.slots):
         successes += slot.outcome == Outcome.MODEL_SUCCESS

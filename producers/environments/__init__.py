@@ -100,6 +100,11 @@ class ToolEnvironment(Protocol):
         """End all that is left."""
 
 
+def words_of(error: BaseException) -> str:
+    """An error as it is recorded: its type, and what it says of itself, cut short."""
+    return f"{type(error).__name__}: {error}"[:500]
+
+
 def environment_for(task: Task) -> Environment:
     """The environment that understands `task.source`. Raises ValueError for an unknown source."""
     if task.source == "reasoning_gym":

@@ -28,7 +28,7 @@ from headrace.schemas.outcomes import (
 )
 
 from ..lifeline import die_with_parent
-from . import Judged, Message, Opening, ToolResult, Verdict, environment_for
+from . import Judged, Message, Opening, ToolResult, Verdict, environment_for, words_of
 
 START_TIMEOUT_S = 180.0  # importing an environment library on a cold disk
 MAX_START_FAILURES = 3  # a host that never comes up is an error that a person must see
@@ -224,8 +224,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         reason = REASON_SCORER_FAILED if scoring else REASON_ENVIRONMENT_FAILED
         boundary = Boundary.SCORER if scoring else Boundary.ENVIRONMENT
-        text = f"{type(error).__name__}: {error}"[:500]
-        return {"failed": {"reason": reason, "boundary": boundary, "message": text}}
+        return {"failed": {"reason": reason, "boundary": boundary, "message": words_of(error)}}
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from headrace.schemas.errors import SandboxLost
 from headrace.schemas.events import Task
 from headrace.schemas.outcomes import Boundary, Ending, Outcome, of_error
 
-from . import Judged, Opening, Session, ToolEnvironment, ToolResult, Verdict
+from . import Judged, Opening, Session, ToolEnvironment, ToolResult, Verdict, words_of
 
 log = logging.getLogger("headrace.sandboxes")
 
@@ -133,8 +133,7 @@ def run_host(environment: ToolEnvironment, stop: threading.Event, serve: Callabl
 
 
 def _failed(error: BaseException) -> str:
-    words = f"{type(error).__name__}: {error}"[:500]
-    return json.dumps({"judged": asdict(Judged(of_error(error), error=words))})
+    return json.dumps({"judged": asdict(Judged(of_error(error), error=words_of(error)))})
 
 
 def judged_of(found: dict[str, Any]) -> Judged:

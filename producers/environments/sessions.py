@@ -19,7 +19,7 @@ from typing import Any
 from headrace.schemas.events import Task
 from headrace.schemas.outcomes import of_error
 
-from . import Judged, Session, ToolEnvironment, ToolResult
+from . import Judged, Session, ToolEnvironment, ToolResult, words_of
 from .host import Failed, Reply
 
 log = logging.getLogger("headrace.sessions")
@@ -61,7 +61,7 @@ class Sessions:
                 self._replies.put(Reply(number, opening=self._environment.opening(task)))
             except Exception as error:
                 ending = of_error(error)
-                self._replies.put(Reply(number, failed=Failed(ending.reason, ending.boundary, _words(error))))
+                self._replies.put(Reply(number, failed=Failed(ending.reason, ending.boundary, words_of(error))))
 
         self._openings.submit(work)
         return number
@@ -129,8 +129,8 @@ class Sessions:
                 reply = work(one.session)
             except Exception as error:
                 if not one.over:
-                    log.warning("a session ended: %s", _words(error))
-                reply = Reply(number, judged=Judged(of_error(error), error=_words(error)))
+                    log.warning("a session ended: %s", words_of(error))
+                reply = Reply(number, judged=Judged(of_error(error), error=words_of(error)))
             if not one.over:
                 reply.sandbox_s, one.opened_s = one.opened_s, 0.0
                 self._replies.put(reply)
@@ -143,7 +143,7 @@ class Sessions:
         try:
             one.session = self._environment.open(task)
         except Exception as error:
-            one.session = _Broken(Judged(of_error(error), error=_words(error)))
+            one.session = _Broken(Judged(of_error(error), error=words_of(error)))
         one.opened_s = time.monotonic() - began
         try:
             while not one.over and (work := one.work.get()) is not None:
@@ -166,7 +166,3 @@ class _Broken:
 
     def close(self) -> None:
         pass
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:500]

@@ -17,7 +17,7 @@ from typing import Any
 
 from headrace.schemas.errors import EnvironmentFailed
 from headrace.schemas.events import Task
-from headrace.schemas.taskfolder import INSTRUCTION, PARTS, SPEC, TaskFile, digest_of, parse_task
+from headrace.schemas.taskfolder import INSTRUCTION, SPEC, TaskFile, digest_of, parse_task, read_folder
 
 from ..sandboxes import Backend, Sandbox, SandboxSpec, StepResult
 from ..sandboxes.attempts import Attempt, Scorer
@@ -149,8 +149,7 @@ def _read(task: Task) -> tuple[dict[str, Any], TaskFile, dict[str, bytes]]:
     data = json.loads(task.data)
     folder = Path(data["folder"])
     try:
-        files = {name: file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()
-                 and (name := file.relative_to(folder).as_posix()).startswith(PARTS)}  # fmt: skip
+        files = read_folder(folder)
     except OSError as error:
         raise EnvironmentFailed(f"task {task.id}: {folder} can't be read here ({error})") from error
     if digest_of(files) != data["digest"]:

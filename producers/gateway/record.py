@@ -49,8 +49,7 @@ class Record:
         async with self._lock:
             await self._begin()
             prompt, writer = turn.prompt, self._writer
-            new, parent = prompt.ids[prompt.known :], self._places.parent(prompt)
-            source = Source.PROMPT if prompt.after is None else Source.ENVIRONMENT
+            new, source, parent = prompt.new, prompt.source, self._places.parent(prompt)
             answers = bool(new) and source == Source.ENVIRONMENT  # belongs to the turn before, and ends it
             if self._places.any and not answers:
                 writer.next_turn()

@@ -57,8 +57,8 @@ def play(terminal: Terminal, task: Task, episode: Episode, commands: tuple[str, 
     dialogue = Dialogue(Pairs(TOOLS), terminal.opening(task))
     session, end = terminal.open(task), None
     episode.start(temperature=1.0, max_new_tokens=999, seed=1)
-    episode.prompt(dialogue.new, dialogue.detail())
-    assert dialogue.new
+    episode.prompt(dialogue.prompt.new, dialogue.detail())
+    assert dialogue.prompt.new
     for command in (*commands, None):
         asked = json.dumps({"name": "bash", "arguments": {"command": command}})
         raw = "Done." if command is None else f"<tool_call>\n{asked}\n</tool_call>"
@@ -75,7 +75,7 @@ def play(terminal: Terminal, task: Task, episode: Episode, commands: tuple[str, 
             end = result
             break
         dialogue.told([result])
-        episode.environment(dialogue.new, dialogue.detail())
+        episode.environment(dialogue.prompt.new, dialogue.detail())
     end = session.score() if end is None else end
     session.close()
     if words := dialogue.last_words(end.facts):

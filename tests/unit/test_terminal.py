@@ -166,7 +166,7 @@ def test_turn_goes_on_from_the_ids_that_were_sampled() -> None:
     assert dialogue.calls == (("bash", {"command": "ls"}),)
     dialogue.told([ToolResult("a.txt", 0.5, {"code": 0})])
     assert dialogue.prompt.ids[: len(first) + len(sampled)] == (*first, *sampled)
-    assert "a.txt" in pairs.decode(dialogue.new) and dialogue.places.parent(dialogue.prompt) == -1
+    assert "a.txt" in pairs.decode(dialogue.prompt.new) and dialogue.places.parent(dialogue.prompt) == -1
     detail = json.loads(dialogue.detail())
     assert detail["calls"] == [{"id": "call_0_0", "name": "bash", "arguments": {"command": "ls"}, "content": "a.txt",
                                 "code": 0}]  # fmt: skip
